@@ -1,3 +1,3 @@
-"""The stash's own parts: what a tensor that is saved meets, whoever decides what is done with it."""
+"""The parts of a stash that each saved tensor passes through, independent of who decides where it goes."""
 
 __all__: list[str] = []

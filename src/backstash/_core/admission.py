@@ -1,4 +1,4 @@
-"""Admission: which saved tensors may move, and which block a tensor belongs to."""
+"""Decide which saved tensors may move, and find or create the block of each."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ _COPIED = "smaller than min_bytes: copied, so that its large storage is not held
 _NO_TIER = "no tier below: give disk="
 _NO_HOST = "no tier below: give host="
 _CAPTURED = "a graph of the accelerator is being captured"
-_LEAST_LET_GO = 16 << 10  # bytes of a storage: what is noted of one takes a thousand
-_MOST_PARTS = 8  # of a storage: smaller ones do not move as one block
-_REVIEWED_AT_ONCE = 2  # blocks that are expected again, at each new one
+_LEAST_LET_GO = 16 << 10  # bytes of a storage; what is recorded of one takes about 1,000
+_MOST_PARTS = 8  # of a storage that moves as one block
+_REVIEWED_AT_ONCE = 2  # waiting blocks that are checked when a new one is added
 _PARAMETER = "a parameter or another leaf that requires a gradient, or a view of one"
 
 
 class _Once:
-    """A call that is made when its result is first asked for."""
+    """A call that is made when its result is first needed."""
 
     __slots__ = ("_call", "_found")
 
@@ -66,51 +66,51 @@ class _Once:
 
 
 class TapeSource(Protocol):
-    """What records operations where something may be recomputed: see :mod:`backstash._recompute.recorder`."""
+    """Records operations if something may be recomputed: see :mod:`backstash._recompute.recorder`."""
 
     def saves(self, thread_state: ThreadState) -> Any:
-        """A tensor is about to be saved: the tape that is on, or ``None``."""
+        """Return the active tape before a tensor is saved, or ``None``."""
 
     def replay_of(
         self, tensor: Tensor, thread_state: ThreadState, *, unsaved: bool = True
     ) -> tuple[Replayable | None, str]:
-        """How the storage of ``tensor`` can be computed again; or ``None``, and why it cannot."""
+        """Return how to recompute the storage of ``tensor``, or ``None`` and the reason against it."""
 
     def entered(self, thread_state: ThreadState, frame: FrameType | None) -> None:
-        """This thread enters a context of the stash; ``frame``: of a module's call."""
+        """Record that this thread enters a context of the stash. ``frame`` is the frame of a module's call."""
 
     def left(self, thread_state: ThreadState) -> None:
-        """This thread has left one."""
+        """Record that this thread has left a context."""
 
     def saw(self, modules: Sequence[nn.Module], path: str, nbytes: int) -> None:
-        """A block was saved in the first step, by the last of these modules."""
+        """Record that the last of these modules saved a block in the first step."""
 
     def set_modules(self, *, on: bool) -> None:
-        """Whether the forwards of modules that nobody named may be recomputed."""
+        """Set whether the forwards of modules that the user did not name may be recomputed."""
 
 
 class _Choice(NamedTuple):
-    """What is done with a tensor that may move."""
+    """What to do with a tensor that may move."""
 
     tier: str = ""
-    """That the policy names; ``""``: as the budgets say."""
+    """The tier that the policy names; ``""``: the budgets decide."""
     codec: Codec | None = None
-    """That is asked to make it smaller."""
+    """The codec that tries to pack it."""
     replay: Replayable | None = None
-    """That computes it again, in place of ``codec``."""
+    """The replay that recomputes it, in place of ``codec``."""
 
 
 _DEFAULT = _Choice()
 
 
 class Admission:
-    """Makes of each saved tensor what autograd is to hold in its place, and counts the tensors it leaves.
+    """Returns what autograd holds in place of each saved tensor, and counts tensors that stay in memory.
 
     Args:
-        session: of the stash.
-        policy: that is asked for each tensor; ``None``: the default.
-        codec: for what the default moves, or that is asked which.
-        recorder: of what is computed, where something may be recomputed.
+        session: the state of the stash.
+        policy: called for each tensor; ``None``: the default.
+        codec: the codec for what the default moves, or a function that returns it.
+        recorder: records operations, if something may be recomputed.
     """
 
     def __init__(
@@ -130,22 +130,22 @@ class Admission:
         self.restart()
 
     def restart(self, stays: str = "") -> None:
-        """Know of no block: at first, and in a forked process. ``stays``: why nothing moves from now on."""
+        """Forget all blocks, at construction or in a forked child. ``stays`` is why nothing moves now."""
         self._stays = stays
         self._recomputes, self._pass, self._holds_latest = False, -1, False
         self._storage_versions = WeakTable[tuple[int, int], StorageVersion]()
         self._parted = WeakTable[int, PartedStorage]()
         self._wrappers = WeakTable[int, WrapperEntry]()
         self._slice_counts = SliceCounts()
-        self.left: dict[str, list[int]] = {}  # reason: how many, how many bytes
+        self.left: dict[str, list[int]] = {}  # by reason: number of tensors, and their bytes
         self.eligible_bytes = self.deduplicated_bytes = self.moved_again_bytes = 0
         self.discarded_bytes = 0  # by regions
 
     def hook(self, thread_state: ThreadState) -> Callable[[Tensor], object]:
-        """The pack hook of one thread.
+        """Return the pack hook of one thread.
 
-        Its path for small tensors takes no lock and makes no object of ours; nor does the one of a step that a
-        plan leaves in place, but for some of its tensors, which tell the planner where the step is.
+        For small tensors it takes no lock and creates no object of the stash's. The same holds in a step that
+        a plan keeps in memory, except for some tensors that show the planner how far the step is.
         """
         large = self._pack_large
         if self._policy is not None:
@@ -189,7 +189,7 @@ class Admission:
     def _pack_timed(
         self, tensor: Tensor, thread_state: ThreadState, storage: torch.UntypedStorage
     ) -> object:
-        """While a step is measured: what this takes is no computing."""
+        """Pack a tensor while a step is measured, and report the time, which must not count as computing."""
         if thread_state.tape is not None:
             seconds = thread_state.tape.take_seconds()
             for planner in self._session.planners.values():
@@ -201,7 +201,7 @@ class Admission:
             self._session.hook_took("pack hook", began)
 
     def hook_packing(self, thread_state: ThreadState) -> Callable[[Tensor], object]:
-        """As :meth:`hook`; what it is given is packed by :data:`EXACT`, unless a policy or codec was given."""
+        """Like :meth:`hook`, but pack tensors by :data:`EXACT`, unless there is a policy or a codec."""
         return lambda tensor: self._pack_large(tensor, thread_state, packs=True)
 
     def _pack_large(
@@ -282,7 +282,7 @@ class Admission:
         thread_state: ThreadState,
         tiers: DeviceTiers,
     ) -> tuple[str, _Choice]:
-        """Why it stays (``""``: it does not), and what else is done with it."""
+        """Return why the tensor stays (``""`` if it does not), and what else to do with it."""
         base = tensor._base
         is_leaf_or_view = (tensor.is_leaf and tensor.requires_grad) or (
             base is not None and _is_view_of_parameter(tensor, base)
@@ -306,7 +306,7 @@ class Admission:
                     raise UsageError(
                         f"the policy {self._policy!r} returned {shown(action)}: allowed is an Action, or None"
                     )
-                # A CPU tensor is in host memory already.
+                # A CPU tensor is already in host memory.
                 moves = action.tier == "disk" or (
                     action.tier == "host" and tiers.device is not None
                 )
@@ -336,10 +336,11 @@ class Admission:
         return "", _Choice(codec=codec if isinstance(codec, Codec) else _asked(codec, described))
 
     def may_discard(self, tensor: Tensor) -> bool:
-        """Whether a plain tensor that operations of PyTorch's made may be let go: it is on a device of ours.
+        """Return whether a plain tensor that PyTorch's operations computed may be freed.
 
-        It may be smaller than what moves, since nothing is written and read for it, if it is an operation's
-        result: of others, as noise that was made for a part of a batch, not every byte may have been written.
+        The result of an operation may be smaller than what moves, since nothing is written and read for it.
+        Other tensors may not: of noise for a part of a batch, for example, not every byte may have been
+        written.
         """
         least = self._session.min_bytes
         if tensor.requires_grad:
@@ -359,7 +360,7 @@ class Admission:
     ) -> Entry:
         stream = tiers.device.used(tensor) if tiers.device is not None else None
         nbytes, offset = storage.nbytes(), int(tensor.storage_offset())
-        # A rare "no" to whether the tensor needs all of its storage costs time, if it is wrong.
+        # A rare wrong "no" costs time, not exactness.
         needs_all = tensor.nbytes == nbytes and tensor.is_contiguous()
         source, parted = self._identify(tensor, storage, offset), None
         if not needs_all:
@@ -411,7 +412,7 @@ class Admission:
         parted: PartedStorage | None,
         tiers: DeviceTiers,
     ) -> None:
-        """A block that is held has the bytes of ``tensor``: it may have been saved for the last time now."""
+        """Count a save that shares ``block``, and admit the block if this was its last expected save."""
         self.deduplicated_bytes += tensor.nbytes
         self._session.saved_again(block)
         if thread_state.expecting:
@@ -436,7 +437,7 @@ class Admission:
         parted: PartedStorage | None,
         gone: Block | None,
     ) -> Entry | None:
-        """A copy of what ``tensor`` needs of its storage of ``nbytes``; ``None``: all of that is held."""
+        """Return an entry for a copy of the part that ``tensor`` needs, or ``None`` to hold the storage."""
         region = StridedRegion(tensor)
         if gone is None:
             share = nbytes // 2 if _is_apart(tensor) else (nbytes - 1) // 4
@@ -448,8 +449,8 @@ class Admission:
     def _hold_latest(
         self, thread_state: ThreadState, packer: Packer, block: weakref.ref[Block], alias: Tensor
     ) -> None:
-        """Hold the memory of a new block until the next four are saved, in the first forward pass, and once a
-        replay was asked for that is not known to be exact until the end of the next pass."""
+        """Hold the memory of a new block until the next four are saved. This happens in the first forward pass
+        and, after a replay was requested that is not known to be exact, until the end of the next pass."""
         if self._pass != self._session.predictor.passes:
             self._pass = self._session.predictor.passes
             self._holds_latest, packer.saw_unknown = packer.saw_unknown, False
@@ -465,7 +466,7 @@ class Admission:
         tiers: DeviceTiers,
         device: torch.device,
     ) -> None:
-        """A copy of a region is too small to move."""
+        """Add a copy of a region that is too small to move."""
         session = self._session
         session.add(block, thread_state)
         self.count_left(_COPIED, nbytes)
@@ -484,10 +485,10 @@ class Admission:
         region: StridedRegion,
         gone: Block | None,
     ) -> Entry | None:
-        """Copy a small region of a storage, so that the rest is not held for its sake.
+        """Copy a small region of a storage, so that it does not keep the whole storage alive.
 
-        Or one of a storage whose block ``gone`` has left, and which may have been written since. ``None``
-        when the regions that overlap have come to cost what the whole does.
+        Also used for a storage whose block ``gone`` has left memory and which may have been written since.
+        Returns ``None`` if the overlapping regions cost as much as the whole storage.
         """
         if origin.regions is None:
             origin.regions = {}
@@ -501,7 +502,7 @@ class Admission:
         try:
             copy = region.copy(tensor)
         except torch.OutOfMemoryError:
-            return None  # the whole of it needs no memory to be saved
+            return None  # the whole storage needs no extra memory to be saved
         check: bool | Check = False
         if block is not None:
             check = _has_copied(block, copy.untyped_storage(), tiers.device)
@@ -516,7 +517,7 @@ class Admission:
             if tiers.device is not None:
                 block.stream = tiers.device.stream()
             version.origin = origin
-            # A part of a storage whose other parts are saved by themselves counts as the whole does.
+            # A part of a storage whose other parts are saved separately counts like a whole storage.
             is_part = _is_apart(tensor) and region.nbytes * _MOST_PARTS >= self._session.min_bytes
             if region.nbytes >= self._session.min_bytes or choice.tier or is_part:
                 self._admit(block, tensor, thread_state, modules, tiers, choice, gone)
@@ -539,9 +540,10 @@ class Admission:
         modules: list[nn.Module],
         tiers: DeviceTiers,
     ) -> bool:
-        """Whether small slices of a storage, of which ``tensor`` is one, are expected to make up all of it: it
-        is one block then. Not on an accelerator: one that is written unseen between two saves would be known to
-        differ in backward only, if the block has left."""
+        """Return whether small slices of a storage, of which ``tensor`` is one, are expected to cover it, so
+        that one block holds it. Always ``False`` on an accelerator: if the storage is written between two
+        saves without a new version and the block has left memory, only backward would find the difference.
+        """
         if tiers.device is not None:
             return False
         if source.slices is None:
@@ -554,7 +556,7 @@ class Admission:
     def _identify(
         self, tensor: Tensor, storage: torch.UntypedStorage, offset: int
     ) -> StorageVersion:
-        # Those that share it under version counters of their own are told apart by where they begin.
+        # Tensors that share a storage but have their own version counters differ in where they begin.
         key = storage_identity(storage), 0 if tensor._base is not None else offset
         ref = self._storage_versions.refs.get(key)
         storage_version = ref() if ref is not None else None
@@ -571,10 +573,12 @@ class Admission:
         tiers: DeviceTiers,
         choice: _Choice,
     ) -> PartedStorage | None:
-        """That ``tensor`` is one of a few parts of, which are mostly saved together: it moves as one block.
+        """Return the shared storage that ``tensor`` is a part of (an LSTM gate, for example), or ``None``. It
+        moves as one block, since its parts are mostly saved together.
 
-        ``None``: it is no part, or its bytes are to be made smaller or made again by themselves. Nor on an
-        accelerator: a part that is saved after the block has left would be known to differ in backward only.
+        ``None`` if ``tensor`` is not such a part, or if it is to be packed or recomputed separately. Always
+        ``None`` on an accelerator: if a part is saved after the block has left memory, only backward would
+        find a difference.
         """
         nbytes = storage.nbytes()
         if tiers.device is not None or choice != _DEFAULT or not _is_apart(tensor):
@@ -638,13 +642,14 @@ class Admission:
         if block.saves.done < block.saves.expected and not is_copy:
             tiers.evictor.expect(block)
         else:
-            # What has a gradient function was made by an operation that has ended. Another may be what this
-            # operation made for itself and has yet to fill, without raising a version: rrelu's noise is.
+            # A tensor that requires grad was computed by an operation that has ended. Another may have been
+            # allocated by the current operation, which still fills it without raising its version, such as
+            # rrelu's noise.
             complete = tensor.requires_grad or is_copy
             tiers.evictor.admit(block, at_once=bool(block.tier), complete=complete)
 
     def set_modules(self, planner: Controller) -> None:
-        """The planner wants modules that nobody named to be recorded, or not any more."""
+        """Begin or stop recording modules that the user did not name, as the planner requests."""
         wanted, planner.modules_wanted = planner.modules_wanted, None
         if self.recorder is not None and wanted is not None:
             self.recorder.set_modules(on=wanted)
@@ -657,9 +662,9 @@ class Admission:
         *,
         is_block: bool = True,
     ) -> None:
-        """A save was looked at: the planner says how much may be saved until the next one is."""
+        """After a save: set how many bytes may be saved before the planner is asked again."""
         session = self._session
-        if self._codec is None:  # else it is asked for each
+        if self._codec is None:  # a codec is asked for each tensor
             nbytes = planner.may_leave_bytes(len(session.thread_states), is_block=is_block)
             thread_state.may_leave(nbytes, device, session.uses)
             if nbytes >= 0 and self._policy is None:
@@ -673,7 +678,7 @@ class Admission:
         tiers: DeviceTiers,
         controller: Controller,
     ) -> _Choice:
-        """What the controller chooses, which may ask what each choice costs."""
+        """Return the controller's choice. The controller may request the cost of each alternative."""
         packer, replays = tiers.packer, _Once(self._replay_of, tensor, thread_state)
 
         def prices() -> dict[str, Any]:
@@ -698,7 +703,7 @@ class Admission:
         return self.recorder.replay_of(tensor, thread_state, unsaved=False)[0]
 
     def _pack_other(self, tensor: Tensor, thread_state: ThreadState) -> object:
-        """Parameters and other subclasses of ``torch.Tensor``."""
+        """Pack a parameter or another subclass of ``torch.Tensor``."""
         if isinstance(tensor, nn.Parameter):
             return self._stay(tensor, _PARAMETER)
         name = type(tensor).__name__
@@ -717,7 +722,7 @@ class Admission:
             known = self._wrappers.get(id(tensor))
         if known is not None and known.is_of(tensor) and not known.is_rounded:
             return known
-        # Inner tensors are copied: what changes them in place need not raise their own version.
+        # Inner tensors are copied, since in-place changes of them may not raise their own versions.
         entry = WrapperEntry(
             tensor, lambda part: self._pack_inner(tensor, part, thread_state, tiers)
         )
@@ -728,9 +733,9 @@ class Admission:
     def _pack_inner(
         self, wrapper: Tensor, part: Tensor, thread_state: ThreadState, tiers: DeviceTiers
     ) -> object:
-        """One of the tensors that ``wrapper`` is made of."""
+        """Pack one of the inner tensors of ``wrapper``."""
         if wrapper.is_nested and not (part.is_floating_point() or part.is_complex()):
-            # Two nested tensors are of one shape only if they have the very same tensor of offsets.
+            # Two nested tensors have the same shape only if they share the tensor of offsets.
             return self._stay(part, "the offsets of a nested tensor")
         if type(part) is Tensor and part.device == wrapper.device and tiers.device is not None:
             tiers.device.used(part)
@@ -739,27 +744,27 @@ class Admission:
         return self.hook(thread_state)(snapshot(part))
 
     def stepped_aside(self) -> None:
-        """A transform of ``torch.func`` runs without the hooks; how many bytes it saves is not known."""
+        """Record that a transform of ``torch.func`` runs without the hooks. What it saves is unknown."""
         with self._session.section.lock:
             self.count_left(_TRANSFORM, 0)
 
     def _stay(self, tensor: Tensor, reason: str) -> object:
-        """Leave ``tensor`` where it is, with its version, for a stated reason."""
+        """Keep ``tensor`` in memory, with its version, and count it under ``reason``."""
         with self._session.section.lock:
             self.count_left(reason, _nbytes_of(tensor))
         return _in_place(tensor, reason)
 
     def count_left(self, reason: str, nbytes: int) -> None:
-        """One more tensor was left, for ``reason``. The caller holds the stash's lock."""
+        """Count a tensor that stays in memory for ``reason``. The caller holds the stash's lock."""
         left = self.left.setdefault(reason, [0, 0])
         left[0] += 1
         left[1] += nbytes
 
 
 def _in_place(tensor: Tensor, reason: str) -> object:
-    """What autograd holds of a tensor that stays: the tensor, its version, and perhaps its module."""
+    """Return what autograd holds for a tensor that stays: the tensor, its version, and perhaps its module."""
     kept = tensor
-    if not tensor.is_leaf:  # an operation's own output would hold itself through its node
+    if not tensor.is_leaf:  # the output of an operation would keep itself alive through its node
         alias = tensor.detach()
         if type(alias) is type(tensor):
             kept = alias
@@ -776,8 +781,8 @@ def _no_tier(tiers: DeviceTiers) -> str:
 
 
 def _answer_of(asked: Callable[[SavedTensor], Any], saved: SavedTensor, what: str) -> Any:
-    """What a callable of the program answers. Of a ``TypeError`` PyTorch's operators (``x @ y``) would make one
-    about their operands, and its message would be lost."""
+    """Call a function of the program. A ``TypeError`` is converted, since PyTorch's operators (``x @ y``)
+    would replace it with one about their operands, and its message would be lost."""
     try:
         return asked(saved)
     except TypeError as error:
@@ -787,7 +792,7 @@ def _answer_of(asked: Callable[[SavedTensor], Any], saved: SavedTensor, what: st
 def _asked(
     choose: Callable[[SavedTensor], Codec | None], saved: SavedTensor | None
 ) -> Codec | None:
-    """What the stash's ``codec`` says for one tensor."""
+    """Return the codec that the stash's ``codec`` function chooses for one tensor."""
     assert saved is not None
     codec = _answer_of(choose, saved, "codec")
     if codec is not None and not isinstance(codec, Codec):
@@ -799,7 +804,7 @@ def _asked(
 
 
 def _is_parameter(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is a leaf that gets a gradient, a parameter frozen or not, or a view of one."""
+    """Return whether ``tensor`` is a leaf that gets a gradient, a parameter (even frozen), or a view of one."""
     if _gets_gradient(tensor):
         return True
     base = tensor._base
@@ -807,14 +812,14 @@ def _is_parameter(tensor: Tensor) -> bool:
 
 
 def _is_view_of_parameter(tensor: Tensor, base: Tensor) -> bool:
-    """The same, of a view."""
+    """Return whether ``tensor``, a view of ``base``, is a view of such a leaf or parameter."""
     if _gets_gradient(base):
         return True
     return base.is_leaf and tensor.requires_grad and is_of_wrapped_leaf(tensor, base)
 
 
 def _reduce_by(block: Block, tensor: Tensor, choice: _Choice, packer: Packer) -> None:
-    """Have ``block`` packed, or let go to be recomputed, once it is complete."""
+    """Have ``block`` packed, or freed and later recomputed, once it is complete."""
     codec, replay = choice.codec, choice.replay
     reduction = block.reduction = Reduction(tensor.dtype)
     if replay is not None:
@@ -827,8 +832,8 @@ def _reduce_by(block: Block, tensor: Tensor, choice: _Choice, packer: Packer) ->
 
 
 def _has_copied(block: Block, copy: torch.UntypedStorage, device: Device | None) -> bool | Check:
-    """Whether ``block``, a copy of a region, has the bytes of this one."""
-    if block.storage_version.changed:  # by a backward that was given it
+    """Return whether ``block``, a copy of a region, has the same bytes as ``copy``."""
+    if block.storage_version.changed:  # by a backward that received it
         return False
     if block.placement.is_kept and device is None:
         return block.has_in_place(copy)
@@ -851,14 +856,15 @@ def _has_bytes(
     parted: PartedStorage | None,
     device: Device | None,
 ) -> bool | Check:
-    """Whether ``block``, of this storage at this version, has the bytes that it has now."""
+    """Return whether ``block``, of this storage at this version, has the bytes that the storage has now."""
     if parted is not None and block.is_copy_of(storage):
-        # It is on its way, or could not leave: a part may have been written since, here or there.
+        # The block is being written or could not leave: a part may have been written since, here or there.
         return block.has_in_place(storage)
     if block.placement.is_kept:
         return True
-    # An accelerator's no would be an error, and elsewhere the storage may have been filled meanwhile.
-    # Of slices each is compared by itself, with its copy: the whole would be read for each of them.
+    # On an accelerator a "no" would become an error in backward, and the storage may have been filled
+    # meanwhile. A slice is compared separately, with its copy; otherwise the whole storage would be read for
+    # each slice.
     needs_all = tensor.nbytes == storage.nbytes() and tensor.is_contiguous()
     may_ask = device is None or needs_all or not _may_be_being_filled(tensor)
     if may_ask and (source.slices is None or needs_all):
@@ -867,7 +873,7 @@ def _has_bytes(
 
 
 def _may_share(block: Block, tensor: Tensor, choice: _Choice) -> bool:
-    """Whether ``tensor`` may be given back as a block that a lossy codec rounds: it was to be rounded, too."""
+    """Return whether ``tensor`` may share a block that a lossy codec rounds: its choice must be lossy, too."""
     asked = choice.codec
     if asked is None or asked.exact:
         return False
@@ -875,17 +881,17 @@ def _may_share(block: Block, tensor: Tensor, choice: _Choice) -> bool:
 
 
 def _is_saved_often_enough(block: Block, parted: PartedStorage | None) -> bool:
-    """Whether a block that waits in place was saved as often as is expected."""
+    """Return whether a block that waits in place was saved as often as expected."""
     if parted is None or not parted.is_new:
         return block.saves.done >= block.saves.expected
     if parted.is_full:
-        block.saves.expected = 0  # it is not known whether parts are saved again
+        block.saves.expected = 0  # it is unknown whether parts will be saved again
     return parted.is_full
 
 
 def _fills_its_storage(tensor: Tensor) -> bool:
-    """Whether every element of its storage has a value: ``tensor`` has all of them, or is a view of one that
-    autograd made and that has."""
+    """Return whether every element of the storage has a value: ``tensor`` has all elements, or is a view of
+    such a tensor that autograd made."""
     nbytes, base = tensor.untyped_storage().nbytes(), tensor._base
     whole = tensor if base is None or not base.requires_grad else base
     if whole.nbytes != nbytes or whole.dtype != tensor.dtype:
@@ -894,18 +900,18 @@ def _fills_its_storage(tensor: Tensor) -> bool:
 
 
 def _may_be_being_filled(tensor: Tensor) -> bool:
-    """Whether regions of the storage may still be written unseen, while others have been saved.
+    """Return whether parts of the storage may still be written without a new version.
 
-    A tensor that autograd made is complete. A buffer that a program made itself may be filled through ``.data``
-    between two saves of it, as torchdiffeq's solvers do.
+    A tensor that autograd made is complete. A buffer that the program allocated may be filled through
+    ``.data`` between two saves, as torchdiffeq's solvers do.
     """
     base = tensor._base
     return not (tensor if base is None else base).requires_grad
 
 
 def _is_apart(tensor: Tensor) -> bool:
-    """Whether autograd made it and knows it as no view: where it is a part of its storage, the other parts have
-    version counters of their own, as the gates of an LSTM's cell on the CPU."""
+    """Return whether autograd made ``tensor`` and does not treat it as a view. If it is a part of its storage,
+    the other parts have their own version counters, as the gates of an LSTM cell on the CPU do."""
     return tensor._base is None and tensor.requires_grad
 
 

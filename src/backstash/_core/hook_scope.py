@@ -1,10 +1,10 @@
-"""Pushing and popping the hook pair: in order, on the right thread, and never left behind.
+"""Push and pop the stash's hook pair: in order, on the right thread, and never left behind.
 
-autograd keeps a stack of hook pairs for each thread and pops whatever is on top. So each scope is checked
-when it is left; one that is not on top is taken out from under the others, and the caller is told.
+Autograd keeps a stack of hook pairs for each thread and pops the top one. So each scope is checked when it is
+left. If it is not on top, its pair is removed from below the others, and the caller gets an error.
 
-An attached module's forward can end in a way that runs no forward hook (``KeyboardInterrupt``). Such a
-scope is recognised by the call's frame, which is no longer on the stack, and cleared by the next one.
+The forward of an attached module can end without running its forward hook (``KeyboardInterrupt``). Such a
+scope is recognized by its call frame, which is no longer on the stack, and is removed by the next scope.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def enter_scope(
     unpack: Callable[[Any], Tensor],
     frame: FrameType | None = None,
 ) -> None:
-    """Push a hook pair for this thread; inside a transform of ``torch.func`` that allows none, step aside.
+    """Push a hook pair for this thread, except inside a transform of ``torch.func`` that allows no hooks.
 
-    Raises ``RuntimeError`` where hooks are disabled for another reason.
+    Raises ``RuntimeError`` if hooks are disabled for another reason.
     """
     _clear_stale(thread_state)
     let_transforms_pass()
@@ -51,7 +51,7 @@ def enter_scope(
 
 
 def newest_scope(thread_state: ThreadState) -> Scope | None:
-    """The one that this thread will leave next."""
+    """Return the scope that this thread will leave next."""
     _clear_stale(thread_state)
     return thread_state.scopes[-1] if thread_state.scopes else None
 
@@ -60,26 +60,26 @@ def leave_scope(thread_state: ThreadState, frame: FrameType | None = None) -> No
     """Pop the newest pair of this thread.
 
     Raises:
-        UsageError: it was not on top (it is taken out all the same), or is not there at all.
+        UsageError: it was not on top (it is removed anyway), or it does not exist.
     """
     _clear_stale(thread_state)
     if not thread_state.scopes:
         raise UsageError("this thread left a stash more often than it entered it")
     scope = thread_state.scopes[-1]
     if scope.frame is not frame:
-        if frame is not None:  # a module's forward failed before our hook could push anything
+        if frame is not None:  # a module's forward failed before the pre-hook could push a pair
             return
         raise UsageError("a stash was left inside the forward of a module it is attached to")
     try:
         _take_out(scope)
         thread_state.scopes.pop()
-    except BaseException:  # out of order, or an interrupt: the pair goes all the same
+    except BaseException:  # out of order, or an interrupt: the pair is removed anyway
         abandon(thread_state, scope)
         raise
 
 
 def abandon(thread_state: ThreadState, scope: Scope) -> None:
-    """Take ``scope`` out, if it is there, whatever is on top of it."""
+    """Remove ``scope``, if it exists, even if other pairs are on top of it."""
     if scope in thread_state.scopes:
         thread_state.scopes.remove(scope)
     with suppress(UsageError):
@@ -92,9 +92,9 @@ def _clear_stale(thread_state: ThreadState) -> None:
         newest = scopes[-1]
         if newest.frame is None or is_running(newest.frame):
             return
-        with suppress(ValueError):  # a signal's handler may have done it just now
+        with suppress(ValueError):  # a signal handler may have removed it just now
             scopes.remove(newest)
-        with suppress(UsageError):  # the caller that left out of order was told already
+        with suppress(UsageError):  # the caller that left out of order already got the error
             _take_out(newest)
 
 
@@ -118,9 +118,9 @@ def _take_out(scope: Scope) -> None:
 
 
 class Hook:
-    """A module hook; an object, so that a model can be copied and pickled with it.
+    """A module hook. It is an object, so that its model can be copied and pickled.
 
-    A copy of the model shares the stash. In a model that was pickled, and is loaded, the hook does nothing.
+    A copy of the model shares the stash. In a model that was unpickled, the hook does nothing.
     """
 
     def __init__(self, act: Callable[..., None]) -> None:
@@ -142,7 +142,7 @@ class Hook:
 
 
 def _do_nothing(*_: object) -> None:
-    """What a hook does in a model that was loaded."""
+    """Do nothing: the action of a hook in a model that was loaded."""
 
 
 class _Removable(Protocol):
@@ -150,14 +150,14 @@ class _Removable(Protocol):
 
 
 class Attachment:
-    """A stash on a module: what its forward saves is held. Returned by :meth:`Stash.attach`.
+    """A stash attached to a module, whose saved tensors it manages. Returned by :meth:`Stash.attach`.
 
-    ``remove()`` takes it off, and so does leaving it as a context; both may be done twice. The module's
-    parameters, buffers and state-dict keys are untouched. Replicas and threads are covered.
+    ``remove()`` detaches the stash, and so does the end of the context; both may happen twice. The module's
+    parameters, buffers and state-dict keys are not changed. Replicas and threads are covered.
 
     Args:
-        owner: what ``repr`` calls the module.
-        handles: of the hooks on it.
+        owner: the name of the module in ``repr``.
+        handles: the handles of its hooks.
     """
 
     def __init__(self, owner: str, handles: Sequence[_Removable]) -> None:
@@ -172,12 +172,12 @@ class Attachment:
         enter: Callable[[FrameType | None], None],
         leave: Callable[[FrameType | None], None],
     ) -> Attachment:
-        """Give ``module`` two hooks.
+        """Register two hooks on ``module``.
 
         Args:
-            module: that gets them.
+            module: the module.
             enter: called before its forward, with the frame of the call.
-            leave: called after it, also where it raised, with the same frame.
+            leave: called after it, even if it raised, with the same frame.
         """
         handles = (
             module.register_forward_pre_hook(Hook(enter), prepend=True),
@@ -186,7 +186,7 @@ class Attachment:
         return cls(type(module).__name__, handles)
 
     def remove(self) -> None:
-        """Take the stash off the module. What was saved before stays held."""
+        """Detach the stash from the module. Tensors that were saved before stay managed."""
         for handle in self._handles:
             handle.remove()
         self._is_removed = True

@@ -1,13 +1,13 @@
-"""Taking the stash's hooks off for the rest of a context, where the step fits well within the budget.
+"""Remove the stash's hooks for the rest of a context, if the step fits well within the budget.
 
-A hook is a call of Python for each tensor, when it is saved and when it is used. In a step of many small
-operations that is more than the hundredth that a step may take longer which fits. So where a step that begins
-like those before it leaves a tenth of the budget free, or any step would fit if it took twice as much, its
-first blocks are enough to know when its backward runs, and PyTorch saves the rest without a hook. The next step
-begins with a look at the most that the process ever held: one step at most exceeds the budget unseen.
+A hook is a Python call for each tensor that is saved or used. In a step of many small operations that costs
+more than the 1 percent by which a step that fits may become slower. The rest of a step is saved without hooks
+if the step begins like those before it, and these leave a tenth of the budget free; or if it would fit even if
+it took twice as much as any step so far. The first blocks are enough to know when its backward runs. The next
+step begins by reading the peak of the process, so at most one step exceeds the budget unseen.
 
-Nothing puts them on again but the next ``with stash:``. So they are taken off only in a context of which it is
-known that it has one step: the last one that the same statement entered had one.
+Only the next ``with stash:`` installs the hooks again. So they are removed only in a context that is known to
+have one step: the last context that the same statement entered had one.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ __all__ = ["HooksOff"]
 
 
 class HooksOff:
-    """Takes the hooks of one stash off its threads.
+    """Removes the hooks of one stash from its threads.
 
     Args:
-        session: of the stash.
+        session: the state of the stash.
     """
 
     def __init__(self, session: Session) -> None:
@@ -31,11 +31,11 @@ class HooksOff:
         self._single: set[Site] = set()  # statements whose last context had one step
 
     def entered(self, scope: Scope, site: Site) -> None:
-        """A thread has entered a context, by the statement at ``site``."""
+        """Record that a thread has entered a context by the statement at ``site``."""
         scope.site, scope.passes = site, self._session.predictor.passes
 
     def left(self, scope: Scope) -> None:
-        """A thread has left a context, perhaps one that :meth:`entered` was not told of."""
+        """Record that a thread has left a context, perhaps one that was not passed to :meth:`entered`."""
         begun = self._session.predictor.passes - scope.passes
         if scope.site is None or not begun:
             return
@@ -45,13 +45,13 @@ class HooksOff:
             self._single.discard(scope.site)
 
     def consider(self, thread_state: ThreadState) -> None:
-        """A block of this thread was admitted, and all that follows stays: take the hooks off, if they are not
-        needed in this step. The caller holds the stash's lock."""
+        """Remove the hooks if this step does not need them: a block of this thread was added, and everything
+        that follows stays. The caller holds the stash's lock."""
         session, scopes = self._session, thread_state.scopes
         if not scopes or scopes[-1].site not in self._single or session.event_log.on:
             return
         if thread_state.off_pass == session.predictor.passes:
-            return  # this may be another step, while the blocks of that one are held and not used
+            return  # this may be another step, if the blocks of that one are alive and unused
         for tiers in session.device_tiers:
             planner = session.planner_at_work(tiers)
             known = planner is not None and planner.fits_unseen()

@@ -1,9 +1,10 @@
-"""State shared by all threads of one stash: lock, tiers, thread states, deferred frees.
+"""The state shared by all threads of one stash: lock, tiers, thread states, deferred cleanups.
 
-An interrupt (``KeyboardInterrupt``) can come between any two calls, a ``MemoryError`` in most of them. What is
-*true* is changed by single steps that neither can divide: a block's placement, and what a backing or a cleanup
-holds. All sums, queues and free lists follow from it. So the next thread that takes the lock after one that
-did not leave in good order rebuilds those, from every object that is alive, which Python's collector knows.
+An interrupt (``KeyboardInterrupt``) can come between any two calls, and a ``MemoryError`` in most of them. So
+the primary state changes only by single steps that neither can divide: a block's placement, and what a backing
+or a cleanup holds. All counts, queues and free lists can be rebuilt from it. If a thread left the section
+dirty, the next thread that takes the lock rebuilds them from all living objects, which it gets from Python's
+garbage collector.
 """
 
 from __future__ import annotations
@@ -39,20 +40,20 @@ _CLEANUPS = (BlockCleanup, DiskCleanup, HostCleanup)
 
 
 class Session:
-    """What one stash holds and counts. Its methods want ``with section.lock, section:`` around them, but for
+    """What one stash holds and counts. Call its methods inside ``with section.lock, section:``, except
     ``restart`` and ``tiers_of``.
 
     Args:
-        reclaim_queue: of what died.
-        section: the lock.
-        event_log: gets the blocks that died, where somebody records.
-        make: the tiers of a device, ``(driver, number)``; the driver is ``None`` for the CPU.
-        make_of: the tiers of an accelerator by its ``torch.device``, or the reason why it has none.
-        keep: bytes that may stay in place on each device; ``None``: no limit; ``"auto"``: half of what its
-            memory has free when a step begins.
-        min_bytes: tensors with a smaller storage stay in place; ``None``: 64 KiB, or what a planner says.
-        controller_for: makes what decides for a device (``None``: the CPU), where somebody does. It sets the
-            device's limit, and is told when a step begins. Where an accelerator has one, the CPU has none.
+        reclaim_queue: the cleanups of dead objects.
+        section: the critical section of the stash.
+        event_log: receives events of blocks that died, while there is a recording.
+        make: returns the tiers of a device for ``(driver, number)``; the driver is ``None`` for the CPU.
+        make_of: returns the tiers of an accelerator for its ``torch.device``, or the reason why it has none.
+        keep: bytes that may stay in place on each device; ``None``: no limit; ``"auto"``: half of the memory
+            that is free when a step begins.
+        min_bytes: tensors with a smaller storage stay in place; ``None``: 64 KiB, or the planner's value.
+        controller_for: returns the controller of a device (``None``: the CPU), or ``None``. It sets the
+            device's limit and is notified when a step begins. If an accelerator has one, the CPU has none.
     """
 
     def __init__(
@@ -73,15 +74,15 @@ class Session:
         """Tensors with a smaller storage stay in place."""
         self._controller_for = controller_for
         self.planners: dict[int, Controller] = {}
-        """By the number of the device: what plans for it."""
-        self._due: set[int] = set()  # devices whose planner is yet to be told of the step
+        """The controllers, by the number of the device."""
+        self._due: set[int] = set()  # devices whose planner was not notified of the step yet
         self.small_steps: dict[int, SmallSteps] = {}
-        """By the number of the device: what leaves its small steps alone, where somebody does."""
+        """Keeps small steps in memory, by the number of the device, if that is enabled."""
         section.rebuilt_by(self.rebuild)
-        self._keep = keep  # of the devices that are yet to come, too
+        self._keep = keep  # also for devices that are added later
         self.thread_states: list[ThreadState] = []
         self.uses = 0
-        """Of blocks, in backward, so far; what a thread was told of a step holds as long as it is the same."""
+        """Uses of blocks by backward so far. A thread's allowance is valid while this does not change."""
         self.event_log = event_log
         self.restart(reclaim_queue, make, make_of)
 
@@ -91,29 +92,28 @@ class Session:
         make: Callable[[Any, int], DeviceTiers],
         make_of: Callable[[torch.device, int], DeviceTiers | str],
     ) -> None:
-        """Hold nothing: at first, and in a forked process, where what was held is the other process's.
+        """Hold nothing. Called at construction and in a forked child, where the blocks belong to the parent.
 
-        The arguments are the constructor's. Of the threads, those that are alive are known on.
+        The arguments are the constructor's. Threads that are alive keep their states.
         """
-        # Of the planners, the CPU's goes on; an accelerator is not there in a forked process.
+        # The CPU's planner continues. An accelerator does not exist in a forked process.
         for number in [number for number in self.planners if number]:
             self.planners.pop(number).forked()
         self.device_tiers: list[DeviceTiers] = []
         self.known_tiers: dict[torch.device, DeviceTiers | str] = {}
-        """By device; or the reason why a device has none."""
+        """By device: its tiers, or the reason why it has none."""
         self._make_of = make_of
         self.reclaim_queue = reclaim_queue
         self.predictor: AccessPredictor[Block] = AccessPredictor()
         self.save_counts = SaveCounts()
         self._has_stepped = False
-        self._unfollowed: set[int] = (
-            set()
-        )  # devices whose free memory is yet to be asked for in this step
-        self._followed = 0  # passes that had begun when "auto" last followed the free memory
+        # With keep="auto": devices whose free memory is not read yet in this step.
+        self._unfollowed: set[int] = set()
+        self._followed = 0  # the number of passes when "auto" last followed the free memory
         self.thread_states = [each for each in self.thread_states if each.is_alive()]
         for thread_state in self.thread_states:
             thread_state.restart()
-        self._ended = Counts()  # of the threads that have ended
+        self._ended = Counts()  # of threads that have ended
         self.blocks_alive = 0
         self.put(_CPU, make(None, 0))
         if self.small_steps:
@@ -121,11 +121,11 @@ class Session:
 
     @property
     def lock(self) -> Any:
-        """The stash's lock: a forked process has another one."""
+        """The stash's lock. A forked process gets a new one."""
         return self.section.lock
 
     def tiers_of(self, device: torch.device) -> DeviceTiers | str:
-        """The tiers of a device, or the reason why it has none. Takes the lock itself."""
+        """Return the tiers of a device, or the reason why it has none. Takes the lock itself."""
         tiers = self.known_tiers.get(device)
         if tiers is None:
             with self.section.lock:
@@ -133,13 +133,13 @@ class Session:
                     made = self._make_of(device, len(self.device_tiers))
                     if not isinstance(made, str):
                         self._begin(made)
-                    # Known last: an interrupt leaves tiers that nothing uses, not a device without any.
+                    # Stored last: an interrupt leaves unused tiers, not a device without any.
                     self.known_tiers[device] = made
                 tiers = self.known_tiers[device]
         return tiers
 
     def put(self, device: torch.device, tiers: DeviceTiers) -> None:
-        """From now on, tensors of ``device`` go to ``tiers``."""
+        """Use ``tiers`` for tensors of ``device`` from now on."""
         self._begin(tiers)
         self.known_tiers[device] = tiers
 
@@ -156,14 +156,14 @@ class Session:
         self._limit(tiers)
 
     def _retire(self, number: int) -> None:
-        """Nobody plans for a device any more: its limit follows what is free."""
+        """Remove the planner of a device. From now on its limit follows the free memory."""
         planner = self.planners.pop(number, None)
         if planner is not None:
             planner.retire()
             self._limit(self.device_tiers[number])
 
     def limit(self, keep: int | str | None) -> None:
-        """From now on, keep at most so many bytes in place on each device: see the constructor."""
+        """Set how many bytes may stay in place on each device: see the constructor."""
         self._keep = keep
         self.small_steps.clear()
         for tiers in self.device_tiers:
@@ -174,13 +174,13 @@ class Session:
         self._follow(tiers)
 
     def leave_small_steps(self, nbytes: int = SMALL_STEP_BYTES) -> None:
-        """From now on, leave steps of the CPU that save at most ``nbytes`` in place; keep nothing of others."""
+        """Keep steps of the CPU in memory that save at most ``nbytes``; keep nothing of larger steps."""
         self.small_steps[0] = SmallSteps(self.device_tiers[0].evictor.resident, nbytes)
 
     def leave_alone(self, tiers: DeviceTiers, thread_state: ThreadState, which: int) -> None:
-        """A block was saved by this thread: if its step is small, say how much more may be saved as it is.
+        """After this thread saved a block: if its step is small, set how much more it may save without blocks.
 
-        ``which``: the block's storage, as the thread's ``fitting_storages`` has it.
+        ``which`` identifies the block's storage, as in the thread's ``fitting_storages``.
         """
         small_steps = self.small_steps.get(tiers.number)
         if small_steps is not None:
@@ -189,7 +189,7 @@ class Session:
             thread_state.may_leave(nbytes, _CPU, self.uses)
 
     def _follow(self, tiers: DeviceTiers) -> None:
-        """With ``keep="auto"``, keep half of the free and already kept memory, asked again at each step."""
+        """With ``keep="auto"``, keep half of the free and already kept memory, queried at each step."""
         if tiers.number in self.planners:
             return
         if self._keep != "auto" or (tiers.device is not None and tiers.device.is_capturing()):
@@ -205,9 +205,9 @@ class Session:
                 inflight.complete(thread_state)
 
     def settle(self, thread_state: ThreadState, *, ended: bool = False) -> None:
-        """Admit the blocks that wait on ``thread_state``, if the operation that saved them has ended.
+        """Admit the blocks that wait in ``thread_state``, if the operation that saved them has ended.
 
-        Raises ``StashFullError`` with ``on_full="raise"``; the blocks behind wait on.
+        Raises ``StashFullError`` with ``on_full="raise"``; the remaining blocks continue to wait.
         """
         if ended:
             thread_state.latest.clear()
@@ -218,8 +218,8 @@ class Session:
                 self.device_tiers[block.number].evictor.apply(thread_state, block, at_once)
 
     def review(self, thread_state: ThreadState, most: int) -> None:
-        """Admit those of the next ``most`` blocks that are expected again and can hardly be: the program has
-        let go of the tensor, or changed it."""
+        """Check the next ``most`` blocks that wait for another save. Admit those for which it is unlikely,
+        because the program has freed or modified the tensor."""
         expecting = thread_state.expecting
         for _ in range(min(most, len(expecting))):
             waiting = expecting.popleft()
@@ -233,24 +233,24 @@ class Session:
                 expecting.append(waiting)
 
     def new_thread_state(self) -> ThreadState:
-        """The state of this thread. Needs no lock: a list is appended to in one step."""
+        """Create the state of this thread. Needs no lock, since appending to a list is atomic."""
         thread_state = ThreadState()
         self.thread_states.append(thread_state)
         return thread_state
 
     def close_ended(self) -> None:
-        """The states of threads that have ended need not be kept."""
+        """Discard the states of threads that have ended."""
         for ended in [each for each in self.thread_states if not each.is_alive()]:
             self.thread_states.remove(ended)
             self._ended += ended.counts
             self.adopt(ended)
 
     def counts(self) -> Counts:
-        """What all threads have given to the stash so far."""
+        """Return the counts of all threads so far."""
         return sum((each.counts for each in self.thread_states.copy()), self._ended)
 
     def adopt(self, ended: ThreadState) -> None:
-        """Of a thread that has ended: the blocks that wait there may go when a budget next asks."""
+        """Take over the waiting blocks of a thread that has ended, so that they can be evicted."""
         for waiting, _ in ended.waiting:
             block: Block | None = waiting()
             if block is not None:
@@ -263,7 +263,7 @@ class Session:
         ended.expecting.clear()
 
     def ease(self) -> None:
-        """See :meth:`Evictor.ease`. Of several accelerators, those where an allocation has failed."""
+        """See :meth:`Evictor.ease`. With several accelerators: those on which an allocation has failed."""
         several = [tiers for tiers in self.device_tiers if tiers.device is not None]
         failed = []
         for tiers in several if len(several) > 1 else ():
@@ -279,10 +279,10 @@ class Session:
             tiers.evictor.health.try_again()
 
     def add(self, block: Block, thread_state: ThreadState) -> None:
-        """A block that this thread saved, held from now on."""
+        """Add a block that this thread saved."""
         small_steps = self.small_steps.get(block.number)
         if small_steps is not None and (left := thread_state.take_used_bytes()):
-            small_steps.saved(left, is_block=False)  # in the step that ends here, if one does
+            small_steps.saved(left, is_block=False)  # for the step that may end here
         self.predictor.add(block)
         if self._followed != self.predictor.passes:
             self._begin_step()
@@ -297,18 +297,17 @@ class Session:
         self.blocks_alive += 1
 
     def saved_again(self, block: Block) -> None:
-        """A block that is held was saved once more."""
+        """Record that a held block was saved once more."""
         self.save_counts.again(block)
         planner = self.planners.get(block.number)
         if planner is not None:
             planner.saved_again(block)
 
     def begin_step(self, tiers: DeviceTiers) -> None:
-        """A region's forward begins, which may save no block on its device: with it the step, where none has
-        begun it."""
+        """Begin a step, if none has begun, for a region's forward, which may save no block on its device."""
         if self.reclaim_queue:
-            self.drain()  # what the step before has freed is of that one
-        self.uses += 1  # whether what it saves may be left alone is asked anew
+            self.drain()  # bytes that were freed before belong to the step before
+        self.uses += 1  # invalidates the threads' allowances
         self.predictor.begin()
         if self._followed != self.predictor.passes:
             self._begin_step()
@@ -327,15 +326,15 @@ class Session:
                     thread_state.fitting_storages.clear()
         self._due.update(self.planners)
         if self._has_stepped:
-            self._check_loaded()  # that of the CPU, where all tensors are an accelerator's, never begins
+            self._check_loaded()  # the CPU's step never begins if all tensors are on an accelerator
         self._has_stepped = True
 
     def planner_of(
         self, tiers: DeviceTiers, thread_state: ThreadState | None = None
     ) -> Controller | None:
-        """What plans for a device of which a block is being admitted, by this thread; ``None``: nobody.
+        """Return the controller of a device of which this thread is adding a block; ``None`` if it has none.
 
-        The device's step begins with its first block: there may be passes in which it has none.
+        The device's step begins with its first block, since a pass may have none on this device.
         """
         planner = self.planners.get(tiers.number)
         if planner is not None and thread_state is not None:
@@ -350,11 +349,11 @@ class Session:
         return planner
 
     def planner_at_work(self, tiers: DeviceTiers) -> Controller | None:
-        """What plans for a device whose step has begun; ``None``: nobody, or its first block is yet to come."""
+        """Return the controller of a device whose step has begun; ``None`` if it has none or no block yet."""
         return None if tiers.number in self._due else self.planners.get(tiers.number)
 
     def hook_begins(self, device: torch.device) -> list[tuple[Controller, Any]]:
-        """For :meth:`hook_took`, of a hook for a tensor of ``device``."""
+        """Return the starting point for :meth:`hook_took` of a hook for a tensor of ``device``."""
         tiers = self.known_tiers.get(device)
         planner = (
             None if tiers is None or isinstance(tiers, str) else self.planners.get(tiers.number)
@@ -362,7 +361,7 @@ class Session:
         return [] if planner is None else [(planner, planner.hook_begins())]
 
     def region_hook_begins(self) -> list[tuple[Controller, Any]]:
-        """The same, of what a region does before its forward, on whatever device."""
+        """Return the starting point for :meth:`hook_took` of a region's hook, for all devices."""
         return [(each, each.region_hook_begins()) for each in list(self.planners.values())]
 
     def hook_took(self, kind: str, began: list[tuple[Controller, Any]]) -> None:
@@ -378,7 +377,7 @@ class Session:
             )
 
     def drain(self) -> None:
-        """Settle what died since the last call."""
+        """Settle the cleanups of objects that died since the last call."""
         queue, busy, before = self.reclaim_queue, 0, self.blocks_alive
         while len(queue) > busy:
             cleanup = queue[0]
@@ -388,7 +387,7 @@ class Session:
                 continue
             self._settle_death(cleanup, self.device_tiers[cleanup.number])
             queue.popleft()
-            # What a thread may leave alone was said of the step that this one was of.
+            # The allowances of threads were computed for the state before.
             self.uses += 1
         if before and not self.blocks_alive:
             self.predictor.forget()
@@ -396,8 +395,8 @@ class Session:
                 tiers.forget()
 
     def _settle_death(self, cleanup: Cleanup, tiers: DeviceTiers) -> None:
-        # What is settled is struck out first, so that no thread that comes after an interrupt, or rebuilds
-        # the counts from all cleanups there are, counts it twice.
+        # Counts are reset before they are subtracted, so that after an interrupt no thread counts them twice,
+        # even if it rebuilds the counts from all cleanups.
         loaded, cleanup.loaded_bytes = cleanup.loaded_bytes, 0
         tiers.prefetcher.ahead.nbytes -= loaded
         facts = cleanup.facts
@@ -409,11 +408,12 @@ class Session:
                 self.event_log.emit("free", *facts)
 
     def rebuild(self) -> None:
-        """Make all counts and queues anew. The caller holds the lock."""
-        # What gc.freeze() has taken out of the collector's sight is not found: nobody freezes a live graph.
+        """Rebuild all counts and queues. The caller holds the lock."""
+        # Objects that gc.freeze() hides from the collector are not found. A living graph is normally not
+        # frozen.
         mark = self.reclaim_queue.mark
         found: dict[type, list[Any]] = {kind: [] for kind in (Block, *_CLEANUPS)}
-        kinds = tuple(found)  # compared by identity first: another's class may have no hash
+        kinds = tuple(found)  # compared by identity: a class may be unhashable
         for each in gc.get_objects():
             if type(each) in kinds and _mark_of(each) is mark:
                 found[type(each)].append(each)
@@ -438,5 +438,5 @@ class Session:
 def _mark_of(each: Any) -> Any:
     try:
         return (each.cleanup if type(each) is Block else each).mark
-    except AttributeError:  # it was not made to its end
+    except AttributeError:  # its constructor did not finish
         return None

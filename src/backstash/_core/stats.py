@@ -1,4 +1,4 @@
-"""Statistics of a stash: counted as things happen, read as one frozen record."""
+"""Statistics of a stash: counted while it runs, read as one frozen record."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Left", "Stats", "collect"]
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """What stayed in memory for one reason."""
+    """The tensors that stayed in memory for one reason."""
 
     count: int
     """The number of saves."""
@@ -88,7 +88,7 @@ class Stats:
     prefetch_misses: int
     """Uses of a block that was not."""
     left: Mapping[str, Left]
-    """What stayed in memory, by reason. Where the reason begins with ``"not packed: "`` or
+    """Tensors that stayed in memory, by reason. If the reason begins with ``"not packed: "`` or
     ``"not recomputed: "``, the tensor only kept its size, and may have moved."""
     hooks_off: int
     """How often the hooks were off for the rest of a context, because twice its step fits within the budget.
@@ -193,7 +193,7 @@ _IN_TABLE = ("in place", "in flight", "in host", "on disk", "read ahead")
 
 
 def _left(session: Session, admission: Admission, counts: Counts) -> dict[str, Left]:
-    """What stayed in place, by the reason."""
+    """Return what stayed in place, by reason."""
     left = {reason: Left(*of_it) for reason, of_it in list(admission.left.items())}
     for tiers in session.device_tiers:
         for reason, (count, nbytes) in list(tiers.packer.refused.items()):
@@ -220,9 +220,9 @@ def collect(
     *,
     nested: bool = False,
 ) -> Stats:
-    """The record of a stash, whose lock the caller holds, or which it only reads, ``nested``.
+    """Return the statistics of a stash. The caller holds its lock, unless ``nested``, which only reads.
 
-    ``note`` is of its workers.
+    ``note`` is the note of its workers.
     """
     counts = session.counts()
     evictors = [tiers.evictor for tiers in session.device_tiers]

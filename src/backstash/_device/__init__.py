@@ -1,3 +1,3 @@
-"""Accelerators: their streams and copies, the memory they have free, and pinned host memory."""
+"""Accelerators: streams, copies, free memory, and pinned host memory."""
 
 __all__: list[str] = []

@@ -1,25 +1,27 @@
-"""Streams and events of an accelerator: copies that run beside compute, and what orders them.
+"""Streams and events of an accelerator: copies that overlap computation, and their ordering.
 
-This file alone knows how a device is driven; ``testing/device`` is the same for a test, on a CPU. The rules:
+Only this module drives a device; ``testing/device`` implements the same on a CPU for tests. The rules:
 
-- A copy *down* waits for everything that the stream which made the tensor had been given, runs on a stream
-  of its own, and its source is owned until the copy has ended or the current stream has been told to wait
-  for it: memory that the current stream gets back is then not written before the copy has read it.
-- A copy *up* goes to memory of the current stream, so that the caching allocator may use it again for what
-  that stream does; the copying stream waits for that memory, and each stream that uses the bytes for the copy.
-- Memory goes back to the pool of the stream that asked for it, and nobody can ask which that was. Autograd
-  would have held it until backward; as it may be let go before, the allocator is told (``record_stream``)
-  of every stream that has saved a tensor by then, and of the one that copies where another stream than
-  the saver has waited for that: all of them must have come past before the memory is used again. Telling
-  it of the stream that asked is nothing, so that a program of one stream pays nothing.
-- A copy that dies before it has ended, since its graph was dropped, leaves the device's memory to a queue; the
-  next copy that begins lets go of what has ended by then.
-- Nothing here makes the computing thread wait for the device, but for the answer of a comparison. A worker that
-  reads the host's bytes, to write them to disk, waits for the event itself.
-- While a graph is captured no event is asked and no copy begins: either would end the capture.
+- A copy *down* (to the host) waits for all work of the stream that made the tensor, and runs on a stream of
+  its own. Its source is kept alive until the copy has ended or the current stream waits for it. So memory that
+  the current stream reuses is not written before the copy has read it.
+- A copy *up* (to the device) writes to memory of the current stream, so that the caching allocator may reuse
+  it for that stream. The copying stream waits until the memory is free. Each stream that uses the bytes waits
+  for the copy.
+- The allocator returns freed memory to the pool of the stream that allocated it, and there is no way to query
+  which stream that was. Autograd would have held the memory until backward. Since the stash may free it
+  earlier, it reports to the allocator (``record_stream``) every stream that has saved a tensor so far, and the
+  copying stream if a stream other than the saver's has waited for it. The allocator reuses the memory only
+  after all of these streams have passed that point. Reporting the allocating stream itself has no effect, so a
+  program with one stream pays nothing.
+- If a copy's graph is dropped before the copy has ended, the device memory of the copy goes to a queue. The
+  next copy that begins frees the memory of those that have ended by then.
+- The computing thread never waits for the device here, except for the result of a comparison. A worker that
+  writes the host's bytes to disk waits for the event itself.
+- While a graph is captured, no event is queried and no copy begins: either would end the capture.
 
-Sources: PyTorch's notes on CUDA streams and on ``Tensor.record_stream``; Transformer Engine's offloading
-allocates on the compute stream likewise.
+Sources: PyTorch's notes on CUDA streams and on ``Tensor.record_stream``. Transformer Engine's offloading also
+allocates on the compute stream.
 """
 
 from __future__ import annotations
@@ -47,14 +49,14 @@ from .fingerprint import kernel, sums
 
 __all__ = ["Accelerator", "accelerator"]
 
-_nothing: Any = tuple  # a call of C that does nothing
+_nothing: Any = tuple  # a C function that does nothing
 _NOTHING = nullcontext()
-_tried_out: set[torch.device] = set()  # by this process, which waits for each once
+_tried_out: set[torch.device] = set()  # devices that this process has tested, waiting once for each
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
 
 
 class _Event(Completion):
-    """An event of a stream, recorded behind a copy."""
+    """An event of a stream, recorded after a copy."""
 
     __slots__ = ("_has_ended", "device", "event")
 
@@ -83,7 +85,7 @@ class _StreamCopy(Copy):
         "completion",
         "memory",
     )
-    __del__: Callable[[], Any]  # filled with a call of C: see _runtime/reclaim
+    __del__: Callable[[], Any]  # filled with a C function: see _runtime/reclaim
     completion: _Event
 
     def __init__(
@@ -92,12 +94,12 @@ class _StreamCopy(Copy):
         self.memory = memory
         self._device = device
         self._copier = copier  # the stream that copies
-        self._owner = owner  # the stream whose memory the device's end is
-        self._mine = mine  # the device's end
-        self._is_safe = False  # whether the device's end may be let go
+        self._owner = owner  # the stream that owns the device memory
+        self._mine = mine  # the device memory
+        self._is_safe = False  # whether the device memory may be freed
         self.completion = _Event(device, copier.record_event())
-        # Only appends: record_stream, which would give the memory back at once, is an operator, and a mode
-        # that is active where the copy dies would run Python here, or keep it from the allocator.
+        # Only appends. record_stream, which would release the memory at once, is an operator: a mode that is
+        # active where the copy dies would run Python code here, or hide the call from the allocator.
         self.__del__ = functools.partial(device.unfinished.append, (self.completion.event, mine))
 
     def _be_safe(self) -> None:
@@ -127,7 +129,7 @@ class _StreamCopy(Copy):
 
     @abstractmethod
     def _notify_allocator(self, stream: Any, has_ended: bool) -> None:
-        """Say which streams besides its owner must have come past before the memory is used again."""
+        """Report to the allocator which streams must pass before the memory is reused, except the owner."""
 
 
 class _CopyDown(_StreamCopy):
@@ -142,12 +144,12 @@ class _CopyUp(_StreamCopy):
     __slots__ = ()
 
     def _notify_allocator(self, stream: Any, has_ended: bool) -> None:
-        if stream != self._owner:  # it uses what came, however long that has been there
+        if stream != self._owner:  # it uses the bytes, no matter when they arrived
             self._device.record_stream(self._mine, stream)
 
 
 class _Mark:
-    """What a storage had when a stream came to an event."""
+    """The fingerprint of a storage at an event of a stream."""
 
     __slots__ = ("event", "told")
 
@@ -162,23 +164,23 @@ class _Comparison(Check):
     def __init__(self, told: Tensor, event: Any, reader: Any) -> None:
         self._told = told
         self._event = event
-        self._reader = reader  # a stream that computes nothing, and its lock
+        self._reader = reader  # a stream that does not compute, and its lock
 
     def differs(self) -> bool:
         stream, lock = self._reader
-        with lock, stream:  # a stream notes in itself which was current before
+        with lock, stream:  # a stream object itself stores which stream was current before
             stream.wait_event(self._event)
             return bool(self._told)
 
 
 class Accelerator(Device):
-    """An accelerator as ``torch.accelerator`` drives it.
+    """An accelerator, driven through ``torch.accelerator``.
 
     Args:
-        device: with its index.
+        device: the device, with its index.
 
     Raises:
-        RuntimeError: it has no streams.
+        RuntimeError: the device has no streams.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -189,18 +191,18 @@ class Accelerator(Device):
         self._asks_capturing = capture_query(self._module)
         self._down = torch.Stream(device)
         self._up = torch.Stream(device)
-        # Where the host reads what was compared, one thread at a time.
+        # The stream on which the host reads results of comparisons, one thread at a time.
         self._asking = torch.Stream(device), threading.RLock()
         self._savers: list[Any] = []  # the streams of all operations that have saved a tensor
-        # The device's memory that copies which have died still read or write, and their events.
+        # Device memory of copies whose objects died before they ended, and their events.
         self.unfinished: deque[tuple[Any, Tensor]] = deque()
-        # What a copy reads and writes that has begun and has no event yet: an interrupt may come then.
+        # Source and target of a copy that has begun and has no event yet, in case of an interrupt.
         self._beginning: tuple[Tensor, Tensor] | None = None
 
     def try_out(self) -> None:
-        """Copy some bytes down and up, and ask what will be asked: not every device has all of it.
+        """Copy some bytes down and up, and run the queries that a stash needs: not every device supports them.
 
-        The host waits. Raises ``RuntimeError`` or what else a device says that lacks something.
+        The host waits. Raises ``RuntimeError``, or another error of a device that lacks something.
         """
         bytes_here = torch.arange(256, dtype=torch.uint8, device="cpu")
         bytes_back = torch.zeros(256, dtype=torch.uint8, device="cpu")
@@ -211,7 +213,7 @@ class Accelerator(Device):
         down.wait()
         up.order()
         with warnings.catch_warnings():
-            # cudaMallocAsync's allocator warns, once, of a tensor's own stream that is named to it.
+            # The allocator of cudaMallocAsync warns, once, if a tensor's own stream is recorded on it.
             warnings.simplefilter("ignore")
             self.used(up.memory)
         for tensor in (bytes_back, up.memory):
@@ -232,15 +234,15 @@ class Accelerator(Device):
         if self.is_capturing():
             return stream
         if tensor.is_conj() or tensor.is_neg():
-            # For those PyTorch (seen in 2.13) names the memory of a copy, and writes where it has none.
+            # PyTorch (seen in 2.13) records the memory of a copy for these, and writes where it has none.
             memory = torch.empty(0, dtype=torch.uint8, device=tensor.device)
             tensor = memory.set_(tensor.untyped_storage())
-        for each in self._savers:  # nobody knows which of them else may read it
+        for each in self._savers:  # any of them may read it
             self.record_stream(tensor, each)
         return stream
 
     def record_stream(self, tensor: Tensor, stream: Any) -> None:
-        """The allocator is not to use the memory of ``tensor`` again before ``stream`` has come past."""
+        """Keep the allocator from reusing the memory of ``tensor`` before ``stream`` has passed this point."""
         tensor.record_stream(stream)
 
     def sums(self, storage: torch.UntypedStorage, first: int = 0, nbytes: int = -1) -> Tensor:
@@ -258,7 +260,7 @@ class Accelerator(Device):
         if self._beginning is not None:
             self.finish()
         self._beginning = source, target
-        with self._down:  # it is current here
+        with self._down:  # makes the stream current
             with self.timed("write", self._down, source.numel()):
                 target.copy_(source, non_blocking=True)
             copy = _CopyDown(self, self._down, made_on, source, target)
@@ -278,7 +280,7 @@ class Accelerator(Device):
         self._beginning = source, memory
         with self._up:
             with self.timed("read", self._up, source.numel()):
-                # Its version stays 0: nobody changed it.
+                # Through .data, so that its version stays 0.
                 memory.data.copy_(source, non_blocking=True)
             copy = _CopyUp(self, self._up, stream, memory, memory)
         self._beginning = None
@@ -290,7 +292,7 @@ class Accelerator(Device):
         except torch.OutOfMemoryError:
             if not self.unfinished:
                 raise
-        self.finish()  # what no graph needs any more is memory, too
+        self.finish()  # memory of dropped graphs becomes free
         self.sweep()
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
@@ -302,8 +304,8 @@ class Accelerator(Device):
         """See :meth:`Device.sweep`."""
         if not self.unfinished or self.is_capturing():
             return
-        # Mostly they end in this order, and of a host that runs ahead there may be hundreds. The caller has
-        # the stash's lock; taken out only once it has ended, since an interrupt may come between.
+        # Copies mostly end in this order, and a host that runs ahead may have hundreds. The caller holds the
+        # stash's lock. A copy is removed only after it has ended, since an interrupt may come between.
         unfinished = self.unfinished
         while unfinished and unfinished[0][0].query():
             unfinished.popleft()
@@ -352,7 +354,7 @@ class Accelerator(Device):
         return _Comparison(told, stream.record_event(), self._asking)
 
     def pin(self, memory: Tensor) -> str:
-        """See :meth:`Device.pin`. By registering memory that exists: exact in size, aligned to pages."""
+        """See :meth:`Device.pin`. Registers existing memory: exact in size, aligned to pages."""
         if self._device.type != "cuda":
             return f"{self._device.type} cannot lock memory that exists"
         runtime: Any = self._module.cudart()
@@ -363,32 +365,32 @@ class Accelerator(Device):
         return f"cudaHostRegister answers {int(status)}: {runtime.cudaGetErrorString(status)}"
 
     def pinned(self, nbytes: int) -> Tensor | str:
-        """See :meth:`Device.pinned`. From PyTorch's allocator, which rounds up to a power of two."""
+        """See :meth:`Device.pinned`. Uses PyTorch's allocator, which rounds up to a power of two."""
         try:
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         except RuntimeError as error:
             return str(error).partition("\n")[0]
 
     def _forget_error(self) -> None:
-        """A refused call leaves its error for the next kernel to be blamed with: let it be this one."""
+        """Clear the error of a refused call. Otherwise the program's next kernel would report it."""
         try:
             torch.zeros(1, device=self._device).add_(1)
         except RuntimeError:
             pass
 
     def unpin(self, memory: Tensor) -> None:
-        """See :meth:`Device.unpin`. Waits for the copies: a stash that is dropped may have some under way."""
+        """See :meth:`Device.unpin`. Waits for copies, since a stash may be dropped while some run."""
         if os.getpid() != self._pid:
-            return  # a forked process has no device
+            return  # a forked child has no device
         self.finish()
         if self._device.type != "cuda":
             return  # nothing was pinned
         status = self._module.cudart().cudaHostUnregister(memory.data_ptr())
-        if int(status):  # it was refused, or an interrupt came first
+        if int(status):  # pinning was refused, or interrupted
             self._forget_error()
 
     def give_back(self, memory: Tensor) -> None:
-        """See :meth:`Device.give_back`. Waits for the copies likewise."""
+        """See :meth:`Device.give_back`. Waits for copies, like :meth:`unpin`."""
         if os.getpid() != self._pid:
             return
         self.finish()
@@ -407,7 +409,7 @@ class Accelerator(Device):
         free, total = asks(self._device)
         statistics = torch.accelerator.memory_stats(self._device)
         reserved = statistics.get("reserved_bytes.all.current", 0)
-        if share is not None:  # what set_per_process_memory_fraction leaves of it
+        if share is not None:  # the limit that set_per_process_memory_fraction sets
             free = min(free, int(share(self._device) * total) - reserved)
         return int(free + reserved - statistics.get("active_bytes.all.current", 0))
 
@@ -417,7 +419,7 @@ class Accelerator(Device):
 
     @functools.cached_property
     def _has_clock(self) -> bool:
-        """Whether its events tell when they came; else the host waits where a point in time is asked for."""
+        """Whether its events record times. Otherwise the host waits to take a point in time."""
         try:
             marks = [torch.Event(self._device, enable_timing=True) for _ in range(2)]
             for mark in marks:
@@ -461,7 +463,7 @@ class Accelerator(Device):
             told(kind, before, self._mark_on(stream), nbytes)
 
     def timed(self, kind: str, stream: Any, nbytes: int = 0) -> AbstractContextManager[None]:
-        """What ``stream`` is given meanwhile is told to :attr:`Device.on_time`, if there is one."""
+        """Return a context that reports the work given to ``stream`` to :attr:`Device.on_time`."""
         if self.on_time is None or self.is_capturing():
             return _NOTHING
         return self._noting(kind, stream, nbytes)
@@ -472,14 +474,14 @@ class Accelerator(Device):
 
 
 def accelerator(device: torch.device) -> Device | str:
-    """What drives ``device``, or the reason why nothing does."""
+    """Return the driver of ``device``, or the reason why there is none."""
     current = torch.accelerator.current_accelerator()
     if current is None or current.type != device.type:
         return f"device {device.type}"
     try:
         driver = Accelerator(device)
         if device not in _tried_out and not driver.is_capturing():
-            with suppress(torch.OutOfMemoryError):  # full, and a stash is what it needs
+            with suppress(torch.OutOfMemoryError):  # a full device needs a stash all the more
                 driver.try_out()
                 _tried_out.add(device)
     except (RuntimeError, AttributeError, TypeError, ValueError) as error:

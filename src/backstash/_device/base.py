@@ -1,4 +1,4 @@
-"""What a stash asks of a device: copies that run beside compute, and what orders them."""
+"""The interface of a device: copies that overlap computation, and their ordering."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ __all__ = ["Check", "Completion", "Copy", "Device", "MemoryFigures"]
 
 
 class Completion(ABC):
-    """When a copy has ended. It owns no memory, so that it may outlive the copy in a cleanup."""
+    """The end of a copy. It owns no memory, so a cleanup may keep it after the copy."""
 
     __slots__ = ()
 
     @abstractmethod
     def ended(self) -> bool:
-        """Whether the copy has ended."""
+        """Return whether the copy has ended."""
 
     @abstractmethod
     def wait(self) -> None:
-        """Wait until it has ended: for threads that compute nothing."""
+        """Wait until the copy has ended. For threads that do not compute."""
 
 
 class Copy(Transfer):
-    """A copy that was begun. It owns the device's end of it, and the device does where it dies before it has
-    ended; the host's end is its caller's to own until ``completion`` has ended."""
+    """A copy that has begun. It owns the device memory of the copy; if it dies before the copy has ended, the
+    device takes that memory over. The caller owns the host memory until ``completion`` has ended."""
 
     ends_in_order = True
     error = None
 
     memory: Tensor
-    """What it fills."""
+    """The destination."""
     completion: Completion
-    """When it has ended."""
+    """The end of the copy."""
 
     @abstractmethod
     def order(self) -> None:
-        """Let what the current stream does from now on come after it. The host does not wait."""
+        """Make the current stream wait for the copy. The host does not wait."""
 
     def ended(self) -> bool:
         """See :meth:`Transfer.ended`."""
@@ -53,145 +53,148 @@ class Copy(Transfer):
         self.completion.wait()
 
     def exception(self) -> None:
-        """Order the current stream after it; the host does not wait."""
+        """Make the current stream wait for the copy. The host does not wait."""
         self.order()
 
     def cancel(self) -> bool:
-        """A copy that has begun is not called back."""
+        """Return ``False``: a copy that has begun cannot be cancelled."""
         return False
 
 
 class Check(ABC):
-    """A comparison that the device makes, when it comes to it."""
+    """A comparison that runs on the device."""
 
     __slots__ = ()
 
     @abstractmethod
     def differs(self) -> bool:
-        """What it came to. The host waits for it."""
+        """Return the result. The host waits for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryFigures:
-    """What the allocator of a device counts, in bytes unless it says otherwise."""
+    """The counts of a device's allocator."""
 
     held_bytes: int
-    """Of tensors that are alive."""
+    """Bytes of living tensors."""
     peak_bytes: int
-    """The most of these since the program last reset that figure."""
+    """The peak of ``held_bytes`` since the program last reset it."""
     ever_bytes: int
-    """Of all tensors so far, those that are gone included."""
+    """Bytes of all allocations so far, including freed ones."""
     allocations: int
-    """How many these were."""
+    """The number of all allocations so far."""
 
 
 class Device(ABC):
-    """What a stash needs of one device."""
+    """The operations that a stash needs from one device."""
 
     name: str
-    """What messages call it."""
+    """The device's name in messages."""
 
     on_time: Callable[[str, Any, Any, int], None] | None = None
-    """While it is measured what copies take, told of each copy (``"write"``, ``"read"``) and each wait of a
-    computing stream for one (``"stall"``): the kind, points in time before and after it, and its bytes."""
+    """Set while copies are measured. Called for each copy (``"write"``, ``"read"``) and each wait of a
+    computing stream for a copy (``"stall"``) with the kind, the points in time before and after, and the
+    bytes.
+    """
 
     @abstractmethod
     def stream(self) -> Any:
-        """The stream that is current on this thread, to be asked at each save."""
+        """Return the current stream of this thread. Called at each save."""
 
     @abstractmethod
     def used(self, tensor: Tensor) -> Any:
-        """Record the current stream on ``tensor``, so that the allocator cannot reuse its memory before this
-        operation ran. Returns that stream."""
+        """Record the current stream on ``tensor``, so that the allocator does not reuse its memory before this
+        operation has run. Returns the stream."""
 
     @abstractmethod
     def is_capturing(self) -> bool:
-        """Whether what runs now is recorded into a graph, so that no event may be asked."""
+        """Return whether operations are being captured into a graph, so that no event may be queried."""
 
     @abstractmethod
     def down(self, source: Tensor, target: Tensor, made_on: Any) -> Copy:
-        """Begin to copy ``source`` (bytes on the device) to ``target`` (bytes of the host).
+        """Begin to copy ``source`` (bytes on the device) to ``target`` (bytes on the host).
 
         Args:
-            made_on: the stream that the source was made on.
+            made_on: the stream that wrote ``source``.
         """
 
     @abstractmethod
     def up(self, source: Tensor, after: Completion | None) -> Copy:
-        """Begin to copy the host's bytes to new memory of the device, after the copy that brings them.
+        """Begin to copy host bytes to new device memory, after ``after`` has filled them.
 
         Raises ``torch.OutOfMemoryError``; nothing has begun then.
         """
 
     def prepare_marks(self) -> None:  # noqa: B027
-        """Have ready what :meth:`mark` needs, which takes its time at first."""
+        """Prepare :meth:`mark`, whose first call would take long."""
 
     @abstractmethod
     def mark(self, storage: UntypedStorage, made_on: Any) -> Any:
-        """What :meth:`compare` wants to know of the bytes that ``storage`` has after what the stream
-        ``made_on`` was given; ``None`` where the device has no room or no means."""
+        """Return a mark of the bytes that ``storage`` has once the stream ``made_on`` has done its work so
+        far; ``None`` if the device has no memory for it or cannot make one."""
 
     @abstractmethod
     def compare(
         self, mark: Any, storage: UntypedStorage, first: int = 0, nbytes: int = -1
     ) -> Check | None:
-        """Begin to compare with ``mark`` what ``nbytes`` of ``storage`` from ``first`` on are for the current
-        stream (-1: all); ``None`` where the device has no room or no means. The host does not wait."""
+        """Begin to compare ``mark`` with ``nbytes`` of ``storage`` from ``first`` on (-1: all), as the current
+        stream sees them. ``None`` if the device has no memory for it or cannot compare. The host does not
+        wait.
+        """
 
     @abstractmethod
     def compare_marks(self, marks: Sequence[tuple[Any, Any]]) -> Check | None:
-        """Begin to compare the two marks of each pair; ``None`` where the device has no room or no means. The
-        host does not wait."""
+        """Begin to compare the two marks of each pair. ``None`` if the device has no memory for it or cannot
+        compare. The host does not wait."""
 
     @abstractmethod
     def pin(self, memory: Tensor) -> str:
-        """Lock the host's ``memory`` for fast copies. Returns why that was refused, or ``""``."""
+        """Page-lock the host ``memory`` for fast copies. Return why that was refused, or ``""``."""
 
     @abstractmethod
     def pinned(self, nbytes: int) -> Tensor | str:
-        """So much memory of the host that is locked already, or why there is none. ``nbytes`` is a power of
-        two."""
+        """Return ``nbytes`` (a power of two) of page-locked host memory, or why there is none."""
 
     @abstractmethod
     def unpin(self, memory: Tensor) -> None:
-        """Undo :meth:`pin`, after every copy has ended; where it was refused, only wait."""
+        """Undo :meth:`pin` after every copy has ended. If pinning was refused, only wait."""
 
     @abstractmethod
     def give_back(self, memory: Tensor) -> None:
-        """Let go of what :meth:`pinned` gave, after every copy has ended."""
+        """Free the memory that :meth:`pinned` returned, after every copy has ended."""
 
     @abstractmethod
     def finish(self) -> None:
-        """Wait until every copy that was begun has ended."""
+        """Wait until every copy has ended."""
 
     def unfinished_bytes(self) -> int:
-        """Bytes of its memory that :meth:`sweep` has yet to let go of."""
+        """Return how many bytes of device memory :meth:`sweep` has yet to free."""
         return 0
 
     def sweep(self) -> None:
-        """Let go of the memory of copies that died before they ended, as far as they have ended."""
+        """Free the memory of copies that died before they ended, if they have ended now."""
         return None
 
     @abstractmethod
     def free_bytes(self) -> int:
-        """The device's memory that is free, what the caching allocator keeps included."""
+        """Return the free bytes of the device, including what the caching allocator holds unused."""
 
     @abstractmethod
     def memory(self) -> MemoryFigures:
-        """What its allocator counts."""
+        """Return the counts of the device's allocator."""
 
     @abstractmethod
     def time_mark(self) -> Any:
-        """The point in time at which the current stream has done what it was given so far."""
+        """Return the point in time at which the current stream has done its work so far."""
 
     @abstractmethod
     def seconds_between(self, since: Any, until: Any) -> float:
-        """What lies between two points in time. The host waits for both."""
+        """Return the seconds between two points in time. The host waits for both."""
 
     @abstractmethod
     def has_passed(self, mark: Any) -> bool:
-        """Whether a point in time has come."""
+        """Return whether a point in time has passed."""
 
     @abstractmethod
     def failures(self) -> int:
-        """How often there was no memory for what a program asked for, so far."""
+        """Return how many allocations have failed so far."""

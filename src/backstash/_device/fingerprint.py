@@ -1,20 +1,21 @@
-"""A fingerprint of memory, by which a storage that is saved again is known to have the bytes that left.
+"""Fingerprints of memory, to check whether a storage still has the bytes that left memory.
 
-A write through ``.data``, NumPy or a tensor with a version counter of its own raises no version, so a storage's
-version does not tell what its bytes are. The memory of a block that has left is gone, and nothing but what was
-noted of it can be compared with what is saved now.
+A write through ``.data``, NumPy, or a tensor with a version counter of its own does not raise the version. So
+a storage's version does not identify its bytes. The memory of an evicted block is gone, and only a fingerprint
+of it can be compared with the bytes that are saved now.
 
-The memory of the CPU is hashed as Python hashes bytes: SipHash (Aumasson and Bernstein 2012), of 64 bits, with
-a key that each process makes unless ``PYTHONHASHSEED`` is set. Where the interpreter has another hash it is the
-SHA-256, which takes longer.
+CPU fingerprints use Python's bytes hash (usually SipHash, Aumasson and Bernstein 2012): 64 bits, with a key
+that each process makes unless ``PYTHONHASHSEED`` is set. If the interpreter uses another hash, the fingerprint
+is SHA-256, which takes longer.
 
-On an accelerator the memory is read as words of 32 bits, each times an odd weight of 64 bits that its place
-gives it (multilinear hashing, Carter and Wegman 1979), and the products are laid out in squares. What is taken
-on are the sums of each square's rows and columns, modulo 2**64; these are words again, until they fill no more
-than one square. One word that changed changes its row's sum, since its weight is odd; of two that changed, or
-changed places, two rows or two columns tell; more must agree in several random sums at once. The weights are
-made anew in each process. What is left is four sums of 64 bits, each with weights of its own. Where Triton can
-make a kernel for it, as in PyTorch's builds for CUDA, that reads each word once: see ``fingerprint_kernel``.
+On an accelerator the memory is read as 32-bit words. Each word is multiplied by an odd 64-bit weight for its
+position (multilinear hashing, Carter and Wegman 1979), and the products are arranged in squares. The sums of
+each square's rows and columns, modulo 2**64, are the words of the next round, until they fill at most one
+square. One changed word changes the sum of its row, since its weight is odd. Two words that changed, or were
+swapped, change two rows or two columns. For more changes several random sums would have to agree at once. Each
+process makes new weights. The fingerprint is four sums of 64 bits, each with weights of its own. If Triton can
+compile a kernel, as in PyTorch's builds for CUDA, a kernel computes it and reads each word once: see
+``fingerprint_kernel``.
 """
 
 from __future__ import annotations
@@ -35,21 +36,21 @@ from .._torch.dispatch import without_function_modes
 __all__ = ["fingerprint", "kernel", "same_bytes", "sums"]
 
 _SIDE = 180
-_WORDS = _SIDE * _SIDE  # of a square: in a core's own cache
-_AT_ONCE = 64  # squares: 16 MiB of products
+_WORDS = _SIDE * _SIDE  # in a square; fits a core's own cache
+_AT_ONCE = 64  # squares at a time: 16 MiB of products
 _SUMS = 4
 
 
 def _siphash() -> Callable[[int, int], int] | None:
-    """The hash of the interpreter's ``bytes``, of an address and a number of bytes; other threads go on.
-    ``None``: it has another."""
+    """Return the interpreter's hash function for ``bytes`` (address, number of bytes), which releases the GIL;
+    ``None`` if it is not SipHash."""
     if not sys.hash_info.algorithm.startswith("siphash") or sys.hash_info.hash_bits != 64:
         return None
     try:
-        interpreter = ctypes.CDLL(None)  # all that the process has loaded
-    except (TypeError, OSError):  # another system's
+        interpreter = ctypes.CDLL(None)  # everything the process has loaded
+    except (TypeError, OSError):  # not on this operating system
         return None
-    for name in ("Py_HashBuffer", "_Py_HashBytes"):  # of Python 3.14, and of those before
+    for name in ("Py_HashBuffer", "_Py_HashBytes"):  # since Python 3.14, and before
         found = getattr(interpreter, name, None)
         if found is not None:
             found.argtypes, found.restype = (ctypes.c_void_p, ctypes.c_ssize_t), ctypes.c_ssize_t
@@ -61,12 +62,12 @@ _hash = _siphash()
 
 
 def fingerprint(storage: torch.UntypedStorage, first: int = 0, nbytes: int = -1) -> object:
-    """What tells the bytes of a storage of the CPU: equal for equal bytes.
+    """Return a fingerprint of a CPU storage's bytes: equal for equal bytes.
 
     Args:
-        storage: whose memory is read.
-        first: of the bytes.
-        nbytes: how many; -1: all of them.
+        storage: the storage to read.
+        first: the offset of the first byte.
+        nbytes: how many bytes; -1: all of them.
     """
     if storage.device.type != "cpu":
         raise AssertionError(f"memory of {storage.device}, which is read here")
@@ -80,12 +81,12 @@ def fingerprint(storage: torch.UntypedStorage, first: int = 0, nbytes: int = -1)
 
 
 def sums(storage: torch.UntypedStorage, first: int = 0, nbytes: int = -1) -> Tensor:
-    """Integers on the storage's device that tell its bytes, whatever they mean; nothing waits for them.
+    """Return a fingerprint of a storage's bytes as integers on its device. Nothing waits for the result.
 
     Args:
-        storage: whose memory is read, on the current stream.
-        first: of the bytes, a multiple of 4.
-        nbytes: how many; -1: all of them.
+        storage: the storage to read, on the current stream.
+        first: the offset of the first byte, a multiple of 4.
+        nbytes: how many bytes; -1: all of them.
     """
     nbytes = storage.nbytes() if nbytes < 0 else nbytes
     with without_function_modes(), torch.no_grad():
@@ -93,13 +94,13 @@ def sums(storage: torch.UntypedStorage, first: int = 0, nbytes: int = -1) -> Ten
         if isinstance(made, str):
             return _sums(storage, first, nbytes)
         try:
-            if torch.cuda.current_device() == storage.device.index:  # Triton asks for it
+            if torch.cuda.current_device() == storage.device.index:  # as Triton requires
                 return _sums_by_kernel(made, storage, first, nbytes)
             with torch.cuda.device(storage.device):
                 return _sums_by_kernel(made, storage, first, nbytes)
         except RuntimeError:
             raise
-        except Exception as error:  # it is compiled once more for memory that is aligned otherwise
+        except Exception as error:  # Triton compiles again for memory with another alignment
             raise RuntimeError(
                 f"the fingerprint's kernel: {type(error).__name__}: {error}"
             ) from error
@@ -107,7 +108,7 @@ def sums(storage: torch.UntypedStorage, first: int = 0, nbytes: int = -1) -> Ten
 
 @functools.cache
 def kernel(device: torch.device) -> ModuleType | str:
-    """The kernel for the memory of ``device``, or why it has none."""
+    """Return the kernel for the memory of ``device``, or why there is none."""
     if device.type != "cuda":
         return f"none is made for {device.type}"
     try:
@@ -120,14 +121,14 @@ def kernel(device: torch.device) -> ModuleType | str:
                 else "it tells other sums"
             )
     except torch.OutOfMemoryError:
-        raise  # another time
-    except Exception as error:  # no Triton, or no compiler for what it makes
+        raise  # try again another time
+    except Exception as error:  # no Triton, or no compiler for its output
         return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 def _is_right(made: ModuleType, device: torch.device) -> bool:
-    """Whether the kernel tells of some memory what PyTorch's integers do: of two blocks and a part of a third,
-    with a number of words for which Triton makes one kernel, and with one for which it makes another."""
+    """Return whether the kernel gives the same sums as PyTorch's integer operations. The memory is two blocks
+    and a part of a third, with two word counts for which Triton compiles different kernels."""
     columns, rows, blocks = made.COLUMNS, made.ROWS, 3
     weights, _ = _kernel_weights(torch.device("cpu"), columns)
     factors = made.factors_of(int(weights[2 * columns + 2]), blocks)
@@ -161,7 +162,7 @@ def _sums_by_kernel(
 
 
 def _words(storage: torch.UntypedStorage, first: int, nbytes: int) -> tuple[Tensor, Tensor]:
-    """Of 32 bits, and the bytes after the last."""
+    """Return the 32-bit words, and the bytes after the last one."""
     device = storage.device
     count = nbytes // 4
     words = torch.empty(0, dtype=torch.int32, device=device).set_(
@@ -181,7 +182,7 @@ def _sums(storage: torch.UntypedStorage, first: int, nbytes: int) -> Tensor:
         for some in torch.split(squares, _AT_ONCE):
             products = some * weights
             found += [products.sum(1), products.sum(2)]
-            del products  # its memory is the next ones'
+            del products  # so that the next ones reuse its memory
         more = words[squares.numel() :]
         words = torch.cat([*(each.view(-1).view(torch.int32) for each in found), more])
     told = torch.cat([words, rest.to(torch.int32)])
@@ -189,7 +190,7 @@ def _sums(storage: torch.UntypedStorage, first: int, nbytes: int) -> Tensor:
 
 
 def same_bytes(one: torch.UntypedStorage, other: torch.UntypedStorage) -> bool:
-    """Whether two storages of the CPU of one size have the same bytes; a twentieth of a fingerprint's time."""
+    """Return whether two CPU storages of one size have equal bytes, in a twentieth of a fingerprint's time."""
     nbytes = one.nbytes()
     dtype = next(
         each for each in (torch.int64, torch.int32, torch.uint8) if not nbytes % each.itemsize
@@ -206,8 +207,8 @@ def same_bytes(one: torch.UntypedStorage, other: torch.UntypedStorage) -> bool:
 
 @functools.cache
 def _weights(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Of a square's words, and of the words that are left, for each of the sums."""
-    # Not from torch's generator: a program's random numbers are its own.
+    """Return the weights of a square's words, and for each sum those of the words that are left."""
+    # Not from torch's generator, whose random numbers belong to the program.
     left = _WORDS + 4
     made = torch.frombuffer(
         bytearray(_random_bytes(8 * (_WORDS + _SUMS * left))), dtype=torch.int64
@@ -218,7 +219,7 @@ def _weights(device: torch.device) -> tuple[Tensor, Tensor]:
 
 @functools.cache
 def _kernel_weights(device: torch.device, columns: int) -> tuple[Tensor, Tensor]:
-    """Of the kernel's words, and of the bytes after the last."""
+    """Return the weights of the kernel's words, and of the bytes after the last word."""
     made = torch.frombuffer(bytearray(_random_bytes(8 * (2 * columns + 4))), dtype=torch.int64) | 1
     places = torch.tensor([1, 1 << 8, 1 << 16])
     return made[:-1].to(device), (made[-1] * places).to(device)

@@ -1,11 +1,11 @@
-"""The fingerprint of an accelerator's memory as one kernel, in Triton, which PyTorch's builds for CUDA bring.
+"""The fingerprint of an accelerator's memory as one kernel in Triton, which PyTorch's builds for CUDA include.
 
-It reads each word once, where PyTorch's own operations read and write seven times as much. Words of 32 bits,
-each times an odd weight of 64 bits that its place gives it, are added up modulo 2**64, in two sums with weights
-of their own (multilinear hashing, Carter and Wegman 1979). One word that changed changes both sums, since its
-weights are odd. A weight is the product of three odd factors: a random one for the place in a row of words, a
-power of a random one for the row in a block of rows, and one for the block, mixed from its number (the
-finalizer of Steele, Lea and Flood's SplitMix, 2014).
+The kernel reads each word once; PyTorch's own operations read and write seven times as much. Each 32-bit word
+is multiplied by an odd 64-bit weight for its position, and the products are added modulo 2**64, in two sums
+with weights of their own (multilinear hashing, Carter and Wegman 1979). One changed word changes both sums,
+since its weights are odd. A weight is the product of three odd factors: a random factor for the position in a
+row of words, a power of a random factor for the row in a block of rows, and a factor for the block, mixed from
+its number (the finalizer of Steele, Lea and Flood's SplitMix, 2014).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["COLUMNS", "ROWS", "add_sums", "factors_of"]
 COLUMNS = 1024
 """Words in a row."""
 ROWS = 32
-"""Of these in a block."""
+"""Rows in a block."""
 
 
 @triton.jit
@@ -51,7 +51,7 @@ def _add_block(words, weights, told, count, columns: tl.constexpr, rows: tl.cons
 
 
 def factors_of(key: int, blocks: int) -> tuple[list[int], list[int]]:
-    """Of the blocks, for each of the two sums, as integers of 64 bits with a sign."""
+    """Return the factors of the blocks for each of the two sums, as signed 64-bit integers."""
 
     def mixed(number: int) -> int:
         number = (number ^ number >> 30) * 0xBF58476D1CE4E5B9 % (1 << 64)
@@ -67,9 +67,9 @@ def add_sums(words: Tensor, weights: Tensor, told: Tensor) -> None:
     """Add the two sums of ``words`` to ``told``, on the current stream.
 
     Args:
-        words: of 32 bits, on the device.
-        weights: two rows of odd numbers of 64 bits, then one step for each, and a key.
-        told: two integers of 64 bits.
+        words: 32-bit words, on the device.
+        weights: two rows of odd 64-bit numbers, then one step for each, and a key.
+        told: two 64-bit integers.
     """
     blocks = triton.cdiv(words.numel(), COLUMNS * ROWS)
     if blocks:

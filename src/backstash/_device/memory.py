@@ -1,4 +1,4 @@
-"""How much memory an accelerator can spare, asked now and then: the driver takes its time to answer."""
+"""The free memory of an accelerator, queried only now and then, since the driver takes long to answer."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from .base import Device
 __all__ = ["DeviceMemory"]
 
 _RESERVE_BYTES = 256 << 20  # not used for reading ahead
-_AT_ONCE = 6  # how many of its largest tensors a step is taken to need beside what is saved
+_AT_ONCE = 6  # a step is assumed to need so many of its largest tensors in addition to saved ones
 
 
 class DeviceMemory:
-    """What one device has free. The caller holds the stash's lock.
+    """The free memory of one device. The caller holds the stash's lock.
 
     Args:
-        device: that is asked.
+        device: the device to query.
     """
 
     __slots__ = (
@@ -28,26 +28,26 @@ class DeviceMemory:
 
     def __init__(self, device: Device) -> None:
         self.device = device
-        self._unasked_bytes = 0  # that may be taken before it is asked again
-        self._unlooked_bytes = 0  # that may be saved before it is asked whether it runs short
-        self._largest_bytes = 0  # of all blocks so far
-        self._failures = device.failures()  # that are known of
+        self._unasked_bytes = 0  # bytes to load before free memory is queried again
+        self._unlooked_bytes = 0  # bytes to save before the next check for a shortage
+        self._largest_bytes = 0  # the largest block so far
+        self._failures = device.failures()  # those that were handled
         self.failed = False
-        """Whether an allocation has failed since :meth:`forget_failures`, when last asked for a shortage."""
+        """Whether the last check for a shortage found a failed allocation since :meth:`forget_failures`."""
 
     def has(self, nbytes: int) -> bool:
-        """Whether the device can spare ``nbytes`` for bytes that are not needed yet."""
+        """Return whether the device can spare ``nbytes`` for bytes that are not needed yet."""
         self._unasked_bytes -= nbytes
         if self._unasked_bytes < 0:
             self._unasked_bytes = (self.device.free_bytes() - _RESERVE_BYTES) // 2 - nbytes
         return self._unasked_bytes >= 0
 
     def shortage(self, nbytes: int) -> int:
-        """How many bytes the device lacks for what comes next.
+        """Return how many bytes the device lacks for its next operations.
 
-        What comes next is taken to need six times the largest block so far: the inputs and outputs of an
-        operation's backward, and what it works with; that of ``x.square()`` takes four and a little. Asked
-        when half of what was free has been saved since.
+        They are assumed to need six times the largest block so far, for the inputs, outputs and temporary
+        memory of an operation's backward; the backward of ``x.square()`` takes a little over four. The device
+        is queried again when half of its free bytes have been saved since the last query.
         """
         self._largest_bytes = max(self._largest_bytes, nbytes)
         self._unlooked_bytes -= nbytes
@@ -59,10 +59,10 @@ class DeviceMemory:
         return max(0, -spare)
 
     def has_failed(self) -> bool:
-        """Whether an allocation has failed since :meth:`forget_failures`, asked now."""
+        """Query now whether an allocation has failed since :meth:`forget_failures`."""
         return self.device.failures() > self._failures
 
     def forget_failures(self) -> None:
-        """Those so far have been answered."""
+        """Count the failures so far as handled."""
         self._failures = self.device.failures()
         self.failed = False

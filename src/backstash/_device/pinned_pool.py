@@ -1,10 +1,10 @@
-"""The host tier's memory: buffers in a few large slabs that are pinned whole, inside a budget of real bytes.
+"""The host tier's memory: buffers in a few large slabs of pinned memory, within a budget of actual bytes.
 
-A pinned allocation of PyTorch's own is rounded up to a power of two and costs milliseconds when it is first
-touched. A slab is mapped once, with huge pages, registered with the device as it is, and its buffers are used
-again for any shapes: so the budget is what is really taken, and buffers lie on page boundaries, from
-where a direct write to disk needs no copy. Where memory that exists cannot be registered (only CUDA can, and
-not everywhere), the slab is one allocation of PyTorch's own, of a power of two, so that nothing is rounded.
+PyTorch rounds a pinned allocation up to a power of two, and its first use costs milliseconds. A slab is mapped
+once with huge pages and registered with the device, and its buffers are reused for any shape. So the budget
+counts actual bytes, and buffers begin at page boundaries, from where direct writes to disk need no copy. If
+existing memory cannot be registered (only CUDA can, and not everywhere), the slab is one pinned allocation of
+PyTorch's, of a power of two, so that nothing is rounded.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ _SLAB_BYTES = 256 << 20
 
 
 class Pins(Protocol):
-    """What pins memory of the host: an accelerator's device (``_device/accelerator.Device`` says more)."""
+    """Pins host memory: an accelerator's device (see ``_device/accelerator.Device``)."""
 
     def pin(self, memory: Tensor) -> str:
-        """Lock a slab's memory; why that was refused, or ``""``."""
+        """Page-lock a slab's memory. Return why that was refused, or ``""``."""
 
     def unpin(self, memory: Tensor) -> None:
-        """Undo it, after every copy has ended; of what is not pinned, too."""
+        """Undo :meth:`pin` after every copy has ended. May be called for memory that is not pinned."""
 
     def pinned(self, nbytes: int) -> Tensor | str:
-        """Memory that is pinned already, a power of two of bytes, or why there is none."""
+        """Return ``nbytes`` (a power of two) of pinned memory, or why there is none."""
 
     def give_back(self, memory: Tensor) -> None:
-        """Let go of that, after every copy has ended."""
+        """Free the memory that :meth:`pinned` returned, after every copy has ended."""
 
 
 class _Slab:
-    """Memory that was pinned in one piece, and which of it is taken. Unpinned when it is let go."""
+    """Memory that was pinned in one piece, and its taken extents. It is unpinned when the slab is freed."""
 
     __slots__ = ("__weakref__", "free", "leases", "memory")
 
@@ -61,34 +61,34 @@ class _Slab:
 
 
 class PinnedBuffer:
-    """A piece of a slab: ``memory`` is its bytes, as a flat ``uint8`` tensor that starts on a page."""
+    """A part of a slab. ``memory`` is its bytes, a flat ``uint8`` tensor that begins at a page."""
 
     __slots__ = ("__weakref__", "memory", "offset", "slab")
 
     def __init__(self, slab: _Slab) -> None:
         self.slab = slab
-        self.offset: int  # these two once its extent is taken
+        self.offset: int  # set, like memory, once the extent is taken
         self.memory: Tensor
 
 
 class PinnedPool:
-    """Buffers of pinned memory. Not locked: the caller holds its lock.
+    """Buffers of pinned memory. The caller holds its lock.
 
     Args:
-        budget: the most bytes of all slabs; ``None``: no limit. A function is asked, now and whenever
-            there is to be another slab, how many bytes it may have beyond those it has.
-        pins: what pins a slab.
+        budget: the most bytes of all slabs; ``None``: no limit. A function is called now and before each new
+            slab. It returns how many bytes the slabs may grow by.
+        pins: pins the slabs.
     """
 
     def __init__(self, budget: int | Callable[[], int] | None, pins: Pins) -> None:
         self._more = budget if callable(budget) else None
         self.budget = budget() if callable(budget) else budget
-        self._unasked_bytes = 0  # that were wanted in vain since the function was last asked
+        self._unasked_bytes = 0  # requested in vain since the last call of the function
         self._pins = pins
         self._slabs: list[_Slab] = []
         self.slab_peak_bytes = 0
         self.note = ""
-        self.refusal = ""  # why the system gave no memory when it was last asked
+        self.refusal = ""  # why the system had no memory at the last request
 
     @property
     def slab_bytes(self) -> int:
@@ -101,7 +101,7 @@ class PinnedPool:
         return sum(slab.leases.extents.used_bytes for slab in self._slabs)
 
     def could_hold(self, nbytes: int) -> bool:
-        """Whether ``nbytes`` are no more than the budget."""
+        """Return whether ``nbytes`` are within the budget."""
         if self.budget is None:
             return True
         needed = _pages(nbytes)
@@ -110,9 +110,9 @@ class PinnedPool:
         return needed <= self.budget
 
     def take(self, nbytes: int, *, may_grow: bool = True) -> PinnedBuffer | None:
-        """A buffer for ``nbytes``, or ``None`` where the budget or the system has none.
+        """Return a buffer for ``nbytes``, or ``None`` if the budget or the system has none.
 
-        ``may_grow=False`` takes what is pinned already, or nothing.
+        ``may_grow=False`` uses only memory that is already pinned.
         """
         for slab in self._slabs:
             if slab.memory.numel() - slab.leases.extents.used_bytes < nbytes:
@@ -133,7 +133,7 @@ class PinnedPool:
             slab.leases.settle()
 
     def trim(self) -> None:
-        """Unpin and let go of every slab without buffers."""
+        """Unpin and free every slab without buffers."""
         for slab in [slab for slab in self._slabs if not slab.leases.extents.used_bytes]:
             self._slabs.remove(slab)
             slab.free()
@@ -144,7 +144,7 @@ class PinnedPool:
         self._ask(least)
         if self.budget is not None:
             if self.budget - self.slab_bytes < least:
-                self.trim()  # empty slabs of sizes that are no longer asked for
+                self.trim()  # empty slabs of sizes that are no longer requested
             size = min(size, (self.budget - self.slab_bytes) // PAGE_BYTES * PAGE_BYTES)
             if size < least:
                 return None
@@ -160,7 +160,7 @@ class PinnedPool:
             if own is not None:
                 memory, undo = own, self._pins.give_back
             slab = _Slab(memory, undo)
-        except BaseException:  # an interrupt may have come when it was pinned already
+        except BaseException:  # an interrupt may come after the memory was pinned
             undo(memory)
             raise
         self._slabs.append(slab)
@@ -168,7 +168,7 @@ class PinnedPool:
         return slab
 
     def _pinned(self, size: int, least: int, refusal: str) -> Tensor | None:
-        """In place of memory that could not be pinned, some that is: of a size near to ``size``."""
+        """Return pinned memory of about ``size`` in place of memory that could not be pinned, or ``None``."""
         rounded = 1 << (size - 1).bit_length()
         if self.budget is not None and self.slab_bytes + rounded > self.budget:
             rounded //= 2
@@ -186,9 +186,10 @@ class PinnedPool:
         return own
 
     def _ask(self, nbytes: int) -> None:
-        """Where the budget follows what there is: see how much that is now.
+        """Update a budget that follows the system's spare memory.
 
-        Not each time that a block finds no buffer: a pool may be full for long, and asking takes 0.2 ms.
+        This does not happen at each request without a buffer: a pool may be full for long, and a query takes
+        0.2 ms.
         """
         if self._more is None or self.budget is None:
             return

@@ -106,7 +106,8 @@ class TracedRegion:
     """The numbers of the saves that are held, if only a part is recomputed; see :meth:`cut_at`."""
 
     def cut_at(self, level: int) -> TracedRegion:
-        """Return this call with only a part of it recomputed: that of the cut ``level`` - 1, or the last one. 0:
+        """Return this call with only a part of it recomputed: that of the cut ``level`` - 1, or the last one.
+        0:
         all of it."""
         if not level or not self.cuts:
             return self

@@ -1,3 +1,3 @@
-"""What runs a stash: worker threads, transfers, deferred reclamation, recovery from interrupts, events."""
+"""The machinery of a stash: workers, transfers, deferred cleanup, recovery from interrupts, events."""
 
 __all__: list[str] = []

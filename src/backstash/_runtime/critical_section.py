@@ -1,4 +1,4 @@
-"""The lock of a stash, and whether the last thread that had it left everything in good order."""
+"""The lock of a stash, and whether the last thread that held it left the stash in a consistent state."""
 
 from __future__ import annotations
 
@@ -18,63 +18,61 @@ __all__ = ["CriticalSection", "moving"]
 
 class _Moving(threading.local):
     calls = 0
-    """Moves that this thread makes, or waits for another thread to have made."""
+    """The number of moves that this thread makes, or waits for another thread to make."""
 
     def __init__(self) -> None:
         self.waits: list[Any] = []
-        """The moves whose lock this thread is about to take: a forked process frees it, see `workers`."""
+        """The moves whose lock this thread is about to take. A forked process frees them: see `workers`."""
 
 
 moving = _Moving()
-"""Of all stashes of the process."""
+"""Covers all stashes of the process."""
 
 
 class CriticalSection:
-    """A context around everything that changes what a stash counts: ``with section.lock, section:``.
+    """A context for all code that changes the counts and queues of a stash: ``with section.lock, section:``.
 
-    A thread that was ended inside it by an error or an interrupt leaves it *dirty*; then the next thread
-    rebuilds all counts and queues before it begins. That works for an interrupt inside these methods too:
-    the frame that entered is written down before it changes anything and struck out when it has left in good
-    order, so that a frame which no longer runs shows what happened. The lock is one of C, taken by ``with``:
-    no interrupt can come between its taking and the block.
+    If an error or an interrupt ends a thread inside it, the section is *dirty*, and the next thread that
+    enters rebuilds all counts and queues first. This also covers an interrupt inside these methods:
+    ``__enter__`` records the caller's frame before anything changes, and ``__exit__`` removes it at the end,
+    so a recorded frame that no longer runs was interrupted. The lock is implemented in C and taken by
+    ``with``, so no interrupt can come between taking the lock and entering the block.
 
-    A signal's handler, or a finalizer that the garbage collector runs, may call the stash in the middle of a
-    call that this very thread makes: inside the section, inside the store, or in a move that others may wait
-    for. Such a call is *nested* (:meth:`is_nested`). What it finds may be half changed, and it can wait for
-    nobody, so it takes no lock and writes nothing that is shared: it saves in place, loads to memory of its
-    own, and counts in its thread's counters. The lock is re-entrant all the same, so that a handler that
-    comes between its taking and the first line inside does not wait for itself.
+    A signal handler, or a finalizer that the garbage collector runs, may call the stash while the same thread
+    is already inside the section, inside the store, or in a move that other threads may wait for. Such a call
+    is *nested* (:meth:`is_nested`). It may see half-changed state, and it cannot wait for another thread. So
+    it takes no lock and writes nothing that is shared: it saves in place, loads to new memory, and counts in
+    its thread's counters. The lock is still re-entrant, so that a handler that runs between taking the lock
+    and the first line inside does not wait for itself.
 
-    Every object of a stash that needs the lock asks this one for it, so that a forked process, which gets a
-    new lock, gets it everywhere.
+    Every object of a stash that needs the lock gets it from here. So a forked process, which gets a new lock,
+    replaces it everywhere.
     """
 
     __slots__ = ("_dirty", "_rebuild", "_store", "_writer", "lock")
 
     def __init__(self, store: Any = None) -> None:
-        self._store = store  # whose lock is taken inside, and perhaps by another stash
+        self._store = store  # its lock is taken inside, and perhaps by another stash
         self.lock: Any = threading.RLock()
         self._rebuild: weakref.WeakMethod[Callable[[], None]] | None = None
-        self._writer: FrameType | None = (
-            None  # the function that is inside, or was interrupted there
-        )
+        self._writer: FrameType | None = None  # the frame that is inside, or was interrupted there
         self._dirty = False
 
     def rebuilt_by(self, rebuild: Callable[[], None]) -> None:
-        """A dirty section is put in order by ``rebuild``, a method whose object is not kept alive."""
+        """Use ``rebuild``, a bound method whose object is not kept alive, to restore a dirty section."""
         self._rebuild = weakref.WeakMethod(rebuild)
 
     def forked(self) -> None:
-        """In a forked process, which holds nothing yet: the thread that held the lock may not be here.
+        """Reset the lock in a forked child, where the thread that held it may not exist.
 
-        If a call was inside, it may be this thread's own, forked by a signal's handler: what it goes on to
-        count is the other process's, and put in order after it.
+        A call that was inside may belong to this very thread, if a signal handler forked. What that call then
+        counts belongs to the parent process, so the section is marked dirty and rebuilt afterwards.
         """
         self.lock = threading.RLock()
         self._dirty, self._writer = self._writer is not None, None
 
     def is_nested(self) -> bool:
-        """Whether this thread is in the middle of the stash, its store or a move already."""
+        """Return whether this thread is already inside the stash, its store, or a move."""
         if moving.calls or is_mine(self.lock):
             return True
         if self._store is None:
@@ -86,7 +84,7 @@ class CriticalSection:
         frame, writer = sys._getframe(1), self._writer
         if writer is not None or self._dirty:
             if writer is not None and writer is not frame and is_running(writer):
-                return  # a finalizer, in the middle of that one
+                return  # this call is a finalizer that interrupted the other frame
             self._dirty, self._writer = True, None
             rebuild = self._rebuild() if self._rebuild is not None else None
             if rebuild is not None:
@@ -100,7 +98,7 @@ class CriticalSection:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # Errors of our own are raised where all counts are in order.
+        # A StashError is only raised where all counts are consistent.
         if kind is not None and not issubclass(kind, StashError):
             self._dirty = True
         if self._writer is sys._getframe(1):

@@ -1,18 +1,18 @@
-"""Deferred reclamation: what an object leaves to be settled when it dies.
+"""Deferred cleanup of objects that die.
 
-An object may die on any thread in the middle of anything, so its end only appends a *cleanup* to a queue that
-a later call drains: its slot on disk, its buffer in host memory, its share of the budgets. Finalizers run no
-Python: autograd runs a ``__del__`` when it frees a node, and an interrupt (Ctrl-C) delivered inside one would
-be printed and lost, together with what the ``__del__`` was to do. So ``__del__`` is a *slot*, which each
-instance fills with a call of C: ``partial(reclaim_queue.append, cleanup)``.
+An object may die on any thread at any point of a program. So its finalizer only appends a *cleanup* to a
+queue, and a later call of the stash processes the queue: it releases the object's disk slot, its host buffer,
+and its share of the budgets. Finalizers run no Python code: autograd runs a ``__del__`` when it frees a node,
+and an interrupt (Ctrl-C) delivered inside one would be printed and lost, together with the rest of the
+``__del__``. So ``__del__`` is a *slot* that each instance fills with a C call:
+``partial(reclaim_queue.append, cleanup)``.
 
-A cleanup holds counts, slots and events of the device, and no memory of a tensor: what died gives its memory
-back at once.
+A cleanup holds counts, slots and device events, but no tensor memory: a dead object's memory is free at once.
 
-The queue also owns every cleanup that has a lease (see ``stores/_leases``) until it is settled. Else the
-collector, where it finds a load or a backing in a cycle, such as that of an error and the frames of its
-traceback, would take the lease's owner for dead first and run the ``__del__`` that brings it back after that:
-the extent would be lent twice.
+The queue also owns every cleanup that has a lease (see ``stores/_leases``) until the cleanup is settled.
+Otherwise, if the garbage collector found a load or a backing in a reference cycle (such as an error and the
+frames of its traceback), it would treat the lease's owner as dead first and then run the ``__del__`` that
+brings the owner back. The extent would be lent twice.
 """
 
 from __future__ import annotations
@@ -26,60 +26,60 @@ __all__ = ["Cleanup", "Ledger", "ReclaimQueue"]
 
 
 class Ledger(ABC):
-    """What is counted for the tensors of one device, as far as an object that died takes part in it."""
+    """The byte counts of one device, from which the bytes of dead objects are subtracted."""
 
     @abstractmethod
     def subtract(
         self, *, resident_bytes: int = 0, inflight_bytes: int = 0, again_bytes: int = 0
     ) -> None:
-        """So many bytes are no longer in place, no longer on their way down, or no longer held for another
+        """Subtract bytes that are no longer in place, no longer being written, or no longer held for another
         backward of their graph."""
 
     @abstractmethod
     def defer(self, cleanup: Cleanup) -> None:
-        """Give back the host buffer and the slot of ``cleanup`` when no copy uses them any more."""
+        """Release the host buffer and the slot of ``cleanup`` once no copy uses them."""
 
 
 class Cleanup(ABC):
-    """What one dead object leaves; kept small, since each block has one or two."""
+    """What remains to be released for one dead object. Kept small, since each block has one or two."""
 
     __slots__ = ("loaded_bytes", "mark", "number")
 
     mark: object
-    """The reclaim queue's, by which the objects of one stash are known."""
+    """The mark of the reclaim queue, which identifies the objects of one stash."""
     number: int
-    """Of the device whose tiers count it."""
+    """The number of the device whose tiers count the object."""
     loaded_bytes: int
-    """That the prefetch budget counts for it."""
+    """The bytes that the prefetch budget counts for it."""
     again_bytes: int = 0
-    """Those of them that no running backward waits for, but perhaps the next of a retained graph."""
+    """The part of ``loaded_bytes`` that is held only for another backward of a retained graph."""
 
     @property
     def facts(self) -> tuple[int, int, str] | None:
-        """What events say of a block that the stash counts: its bytes, its number, and its module."""
+        """A block's bytes, number and module, for events; ``None`` if the stash does not count it."""
         return None
 
     def is_busy(self) -> bool:
-        """Whether a worker still uses its slot, so that it must be settled later."""
+        """Return whether a worker still uses the slot, so that the cleanup must be settled later."""
         return False
 
     def free_slot(self, store: object, wait: Callable[[Any], object]) -> bool:
-        """Release its slot in ``store`` at once, after ``wait`` for a transfer that still runs into it; whether
-        it had one."""
+        """Release the slot in ``store`` now, after calling ``wait`` for a transfer that still writes to it.
+        Return whether there was a slot."""
         return False
 
     @abstractmethod
     def settle(self, ledger: Ledger) -> None:
-        """Give everything back. Counts are struck out before they are subtracted, so never twice."""
+        """Release everything. Counts are reset before they are subtracted, so that none counts twice."""
 
 
 class ReclaimQueue(deque[Cleanup]):
-    """The cleanups of what died. All of one stash have its ``mark``, and do not own the queue."""
+    """The cleanups of dead objects. The cleanups of one stash share its ``mark`` and do not own the queue."""
 
     __slots__ = ("leased", "mark")
 
     leased: set[Cleanup]
-    """The cleanups that have a lease, until they are settled."""
+    """The cleanups that hold a lease and are not settled yet."""
 
     def __init__(self) -> None:
         super().__init__()

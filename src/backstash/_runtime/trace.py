@@ -1,8 +1,8 @@
-"""What a stash does, as events for the recordings of it.
+"""Events that a stash emits, and recordings of them.
 
-Without a recording nothing is paid: each place that could emit an event looks at one attribute first. A
-recording gets plain tuples, appended by the thread that acts, and makes records of them when it is read. While
-a ``torch.profiler`` runs, ``profiled`` adds moves and stalls to its trace.
+Without a recording an event costs one attribute check. With one, the acting thread appends a plain tuple, and
+the recording turns the tuples into :class:`Event` objects when it is read. While a ``torch.profiler`` runs,
+``profiled`` adds moves and stalls to its trace.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
 def profiled(what: str, module: str = "") -> AbstractContextManager[Any]:
-    """A span ``what`` in the trace of ``torch.profiler`` while one runs; else nothing, for one attribute."""
+    """Return a context that adds a span ``what`` to a running ``torch.profiler``'s trace, or does nothing."""
     if is_profiling():
         return profiler.record_function(f"backstash: {what} {module}".rstrip())
     return _NOTHING
@@ -50,46 +50,48 @@ def profiled(what: str, module: str = "") -> AbstractContextManager[Any]:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One thing that a stash did, and what its tiers held right after."""
+    """One action of a stash, and how many bytes each tier held right after it."""
 
     kind: Kind
-    """``"save"``: a new block, in place. ``"write"``: its bytes, or a segment's, went down. ``"land"``: its
-    memory was let go. ``"return"``: its write failed and it stays in place. ``"lose"``: it was changed in
-    place while on its way. ``"read"``: its bytes came back. ``"use"``: backward was given one of its views.
-    ``"free"``: the last that needed it is gone. ``"stall"``: the computing thread waited.
-    ``"pack"``: it was made smaller, to ``nbytes``. ``"drop"``: it was let go, to be computed again.
-    ``"decode"``: its bytes were made again, from what it was packed to or by its operations."""
+    """``"save"``: a new block, in place. ``"write"``: the write of a block or segment to a lower tier.
+    ``"land"``: the memory of a written block was freed. ``"return"``: a write failed and the block stays in
+    place. ``"lose"``: the block was modified in place before its write completed. ``"read"``: a block or
+    segment was loaded. ``"use"``: backward received one of the block's views. ``"free"``: the block's last
+    user is gone. ``"stall"``: the computing thread waited. ``"pack"``: the block was packed to ``nbytes``.
+    ``"drop"``: the block was freed, to be recomputed. ``"decode"``: the block was decoded or recomputed.
+    """
     seconds: float
-    """When it began, by ``time.perf_counter()``."""
+    """The start time, by ``time.perf_counter()``."""
     duration_seconds: float
-    """How long it took; 0 for what takes no time."""
+    """The duration in seconds; 0 for an instant."""
     nbytes: int
-    """The bytes it is about."""
+    """The bytes that the event is about."""
     block: int
-    """Which block, numbered in the order of the saves; -1 for a segment of several small ones."""
+    """The number of the block, in the order of the saves; -1 for a segment of several small blocks."""
     module: str
-    """The path of the module that saved the block; ``""`` where it is not known."""
+    """The path of the module that saved the block; ``""`` if unknown."""
     cause: str
-    """For ``"read"``: ``"ahead"`` or ``"demand"``; for ``"stall"``: ``"pack"`` or ``"unpack"``; for a
-    ``"save"`` while a backward runs on this thread (recomputation, ``create_graph``): ``"backward"``, and
-    its module's path begins where the recomputation does; for ``"decode"``: ``"packed"`` or
-    ``"recomputed"``; else ``""``."""
+    """For ``"read"``: ``"ahead"`` or ``"demand"``. For ``"stall"``: ``"pack"`` or ``"unpack"``. For
+    ``"decode"``: ``"packed"`` or ``"recomputed"``. For a ``"save"`` while a backward runs on this thread
+    (recomputation, ``create_graph``): ``"backward"``, and the module path begins where the recomputation does.
+    Otherwise ``""``.
+    """
     thread: int
-    """``threading.get_ident()`` of the thread that did it."""
+    """``threading.get_ident()`` of the acting thread."""
     keep_bytes: int
-    """In place after it."""
+    """Bytes in place after the event."""
     inflight_bytes: int
-    """On the way down after it."""
+    """Bytes being written to a lower tier after the event."""
     host_bytes: int
-    """In host memory after it, for accelerators."""
+    """Bytes in host memory after the event, for accelerators."""
     disk_bytes: int
-    """On disk after it."""
+    """Bytes on disk after the event."""
     ahead_bytes: int
-    """Read back and held after it."""
+    """Bytes loaded and held after the event."""
 
 
 class Recording:
-    """A handle: what happens until ``remove()``, or the end of the context, is in ``events``."""
+    """A handle that collects the stash's events until ``remove()`` or the end of the context."""
 
     def __init__(self, event_log: EventLog, limit: int | None = None) -> None:
         self._event_log = event_log
@@ -105,23 +107,23 @@ class Recording:
 
     @property
     def full(self) -> bool:
-        """Whether it ended by itself, having as many events as it was limited to."""
+        """Whether the recording ended because it reached its limit of events."""
         return self._limit is not None and len(self._raw) >= self._limit
 
     @property
     def events(self) -> tuple[Event, ...]:
-        """Everything so far, in the order in which it was told."""
+        """All events so far, in the order in which they were emitted."""
         return tuple(Event(*each) for each in self._raw.copy())
 
     def take(self) -> tuple[Event, ...]:
-        """What was recorded since the last call, which is then forgotten."""
+        """Return the events since the last call, and remove them from the recording."""
         taken = []
         while self._raw:
             taken.append(Event(*self._raw.popleft()))
         return tuple(taken)
 
     def remove(self) -> None:
-        """End the recording; what is recorded stays. A second call does nothing."""
+        """End the recording and keep its events. A second call does nothing."""
         self._event_log.stop(self._hear)
 
     def __enter__(self) -> Recording:
@@ -137,10 +139,10 @@ class Recording:
 
 
 class EventLog:
-    """Where the parts of a stash tell what they do.
+    """Passes the events of the parts of a stash to its recordings.
 
     Args:
-        levels: gives the bytes in place, in flight, in host memory, on disk and read ahead.
+        levels: returns the bytes in place, in flight, in host memory, on disk, and read ahead.
     """
 
     def __init__(self, levels: Callable[[], Levels]) -> None:
@@ -149,12 +151,12 @@ class EventLog:
         self.on = False
 
     def start(self, listener: Callable[[tuple[Any, ...]], None]) -> None:
-        """Call ``listener`` with what happens from now on."""
-        self._listeners.append(listener)  # in one step: a signal's handler may begin another
+        """Call ``listener`` with each event from now on."""
+        self._listeners.append(listener)  # atomic: a signal handler may add another listener
         self.on = True
 
     def stop(self, listener: Callable[[tuple[Any, ...]], None]) -> None:
-        """No longer call ``listener``."""
+        """Stop calling ``listener``."""
         with suppress(ValueError):
             self._listeners.remove(listener)
         self.on = bool(self._listeners)
@@ -169,7 +171,7 @@ class EventLog:
         cause: str = "",
         began: float | None = None,
     ) -> None:
-        """Something happened: now, or from ``began`` to now. Called where ``on`` is true."""
+        """Emit an event that happens now, or that lasted from ``began`` to now. Call it only if ``on``."""
         now = time.perf_counter()
         start = now if began is None else began
         thread = threading.get_ident()

@@ -1,4 +1,4 @@
-"""What moves bytes (a call that a worker makes, or a copy that a device was given), and the waits for it."""
+"""Transfers of bytes, which a worker or a device makes, and the waits for them."""
 
 from __future__ import annotations
 
@@ -11,45 +11,45 @@ __all__ = ["Stalls", "Transfer"]
 
 
 class Transfer(ABC):
-    """Bytes on their way from one memory to another.
+    """A transfer of bytes from one memory to another.
 
-    A disk write or read is one (:class:`~backstash._runtime.workers.Work`), a copy of an accelerator is
-    another (:class:`~backstash._device.base.Copy`).
+    Two kinds exist: a disk write or read (:class:`~backstash._runtime.workers.Work`), and an accelerator's
+    copy (:class:`~backstash._device.base.Copy`).
     """
 
     __slots__ = ()
 
     ends_in_order: bool
-    """Whether it ends after those of its kind that began before it, as the copies of one stream do."""
+    """Whether transfers of this kind end in the order in which they began, as the copies of one stream do."""
     error: BaseException | None
-    """Why it failed, once it has ended; a device's copy does not fail once it has begun."""
+    """The error, if it has ended and failed. A device's copy does not fail once it has begun."""
 
     @abstractmethod
     def done(self) -> bool:
-        """Whether its source may be let go: it has ended, or what follows on its source waits for it."""
+        """Return whether its source may be freed: it has ended, or later users of the source wait for it."""
 
     @abstractmethod
     def ended(self) -> bool:
-        """Whether the bytes have arrived, or it failed."""
+        """Return whether the bytes have arrived, or the transfer failed."""
 
     @abstractmethod
     def exception(self) -> BaseException | None:
-        """Wait until it is :meth:`done`; the error, if there was one."""
+        """Wait until it is :meth:`done`. Return the error, if there was one."""
 
     @abstractmethod
     def wait(self) -> None:
-        """Wait until it has :meth:`ended`, on a thread that computes nothing."""
+        """Wait until it has :meth:`ended`. Called on a thread that does not compute."""
 
     @abstractmethod
     def cancel(self) -> bool:
-        """Call it off; whether that came before it began."""
+        """Cancel it. Return whether it had not begun."""
 
 
 class Stalls:
-    """Counts the seconds that the computing thread waited on the way down, an interrupted wait too.
+    """Counts the seconds that the computing thread waited for writes, including interrupted waits.
 
     Args:
-        event_log: gets each stall, where somebody records.
+        event_log: receives each stall, while there is a recording.
     """
 
     __slots__ = ("_event_log", "seconds")
@@ -59,7 +59,7 @@ class Stalls:
         self.seconds = 0.0
 
     def wait(self, transfer: Transfer) -> None:
-        """Wait until the source of ``transfer`` may be let go."""
+        """Wait until the source of ``transfer`` may be freed."""
         if transfer.done():
             return
         began = time.perf_counter()

@@ -1,25 +1,25 @@
-"""Giving freed memory back to the system, inside somebody else's process.
+"""Return freed memory to the operating system.
 
-glibc keeps what is freed: after a forward pass whose tensors all went to disk, most of their memory can
-still be resident. ``malloc_trim`` returns it. That changes no setting of the process, and costs some
-milliseconds and the page faults of the next user of the memory, so it is done once for every so many
-bytes let go, on a worker thread. Other allocators reuse what is freed and are left alone, but where a budget
-for the process's memory would be exceeded: then :meth:`Trimmer.release` has them give back what is free.
+glibc keeps freed memory: after a forward pass whose tensors all went to disk, most of their memory can still
+be resident. ``malloc_trim`` returns it. That changes no setting of the process. It costs some milliseconds,
+and page faults for the next user of the memory. So a worker thread calls it once for every 256 MiB that were
+freed. Other allocators reuse freed memory and are not trimmed, unless a budget for the process's memory would
+be exceeded: then :meth:`Trimmer.release` makes them return what is free.
 
-The heap is also advised to lie in huge pages (``madvise``), which is no setting either: what was given back
-and is used again then costs a page fault for each 2 MiB instead of each 4 KiB. The advice is of the addresses
-that the heap has, and is repeated as the heap grows.
+The stash also advises the heap to use huge pages (``madvise``), which changes no setting either. Memory that
+was returned and is used again then costs one page fault for 2 MiB instead of 4 KiB. The advice is for the
+current addresses of the heap, so it is repeated as the heap grows.
 
-Under ``backstash run``, which owns its process, glibc is also set up for large steps
-(:attr:`Trimmer.may_tune`): tensors come from one heap in huge pages, which keeps what is freed and uses it
-again. That happens at the first trim, so a program that moves little keeps the allocator that it has.
+``backstash run`` owns its process, and there glibc is also configured for large steps
+(:attr:`Trimmer.may_tune`): all tensors come from one heap in huge pages, which keeps freed memory and reuses
+it. That happens at the first trim, so a program that moves little keeps the default configuration.
 
-``BACKSTASH_TRIM`` in the environment is the number of bytes between two trims (``"256MiB"``); ``0``
-never trims or advises. ``docs/explanation/memory.md`` compares allocators.
+The environment variable ``BACKSTASH_TRIM`` sets the number of bytes between two trims (``"256MiB"``); ``0``
+turns off trimming and the advice. ``docs/explanation/memory.md`` compares allocators.
 
-Two other rules were tried. Trimming only where resident memory exceeds what it was after any earlier trim
-saves few page faults: right after a trim the least is resident, and each step grows beyond that. Without
-trimming, a step of a ResNet spent 0.20 instead of 0.59 seconds in the kernel, and its peak was a fifth higher.
+Two alternatives were tried. Trimming only if resident memory exceeds what it was after an earlier trim saves
+few page faults: resident memory is lowest right after a trim, and each step grows beyond that. Without
+trimming, a step of a ResNet spent 0.20 instead of 0.59 seconds in the kernel, but its peak was a fifth higher.
 The default has the lower peak.
 """
 
@@ -38,18 +38,18 @@ __all__ = ["Trimmer"]
 
 _EVERY_BYTES = 256 << 20
 _ADVISE_EVERY_BYTES = 64 << 20
-# mallopt: no tensor is mapped by itself, the heap never shrinks by itself, and grows by 64 MiB.
+# mallopt: never map a tensor separately, never shrink the heap automatically, and grow it by 64 MiB.
 _TUNED = {"M_MMAP_MAX": (-4, 0), "M_TRIM_THRESHOLD": (-1, -1), "M_TOP_PAD": (-2, 64 << 20)}
 
 
 class Trimmer:
-    """Counts bytes that were let go; now and then advises the heap of huge pages, and trims.
+    """Counts freed bytes. From time to time, advises the heap to use huge pages, and trims it.
 
     Args:
         submit: runs a function on a worker.
 
     Raises:
-        SizeError: ``BACKSTASH_TRIM`` is no size.
+        SizeError: ``BACKSTASH_TRIM`` is not a size.
     """
 
     def __init__(self, submit: Callable[..., Any]) -> None:
@@ -63,10 +63,10 @@ class Trimmer:
         self._freed = 0
         self._freed_since_advice = 0
         self.may_tune = False
-        """Whether glibc may be set, for the rest of the process, to use again what is freed."""
+        """Whether glibc may be configured, for the rest of the process, to reuse freed memory."""
 
     def freed(self, nbytes: int) -> None:
-        """``nbytes`` were let go, or are about to be."""
+        """Count ``nbytes`` that were freed, or are about to be."""
         if self._trim is None:
             return
         self._freed += nbytes
@@ -82,14 +82,14 @@ class Trimmer:
             self._submit(self._trim, 0)
 
     def release(self) -> None:
-        """Have the allocator give back what is free, in this call: some milliseconds."""
+        """Make the allocator return its free memory, within this call. Takes some milliseconds."""
         if self._release is not None:
             self._freed = 0
             self._release(0)
 
 
 class _Heap:
-    """The addresses that the C library's main heap takes by ``sbrk``, from ``start`` on."""
+    """The addresses, from ``start`` on, that the C library's main heap takes by ``sbrk``."""
 
     def __init__(self, libc: Any, start: int) -> None:
         self._libc = libc
@@ -97,7 +97,7 @@ class _Heap:
 
     @classmethod
     def find(cls, maps: str = "/proc/self/maps") -> _Heap | None:
-        """This process's; ``None`` where there is none, or where nothing can be advised."""
+        """Return this process's heap; ``None`` if there is none or ``madvise`` is unavailable."""
         try:
             with open(maps, encoding="utf-8", errors="replace") as lines:
                 start = next(int(line.partition("-")[0], 16) for line in lines if "[heap]" in line)
@@ -110,14 +110,14 @@ class _Heap:
             return None
 
     def advise(self) -> None:
-        """Ask for huge pages wherever the heap has come to; a system that has none refuses."""
+        """Ask for huge pages for the whole heap. A system without them ignores or refuses the request."""
         end = self._libc.sbrk(0) or 0
-        if end > self._start:  # all of it: where it shrank and grew again, the advice is gone
+        if end > self._start:  # all of it: regrown parts have lost the advice
             self._libc.madvise(self._start, end - self._start, mmap.MADV_HUGEPAGE)
 
 
 def _tune() -> None:
-    """Set glibc; a variable of the environment that sets the same is left alone."""
+    """Configure glibc. An environment variable that sets the same parameter takes precedence."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError, TypeError):
@@ -128,7 +128,7 @@ def _tune() -> None:
 
 
 def _malloc_trim() -> Callable[[int], Any] | None:
-    """glibc's ``malloc_trim``, where glibc is what allocates and gives nothing back by itself."""
+    """Return glibc's ``malloc_trim``, if glibc is the allocator and is not set to return memory on its own."""
     if preloaded_allocator() or "MALLOC_MMAP_THRESHOLD_" in os.environ:
         return None
     try:
@@ -139,7 +139,7 @@ def _malloc_trim() -> Callable[[int], Any] | None:
 
 
 def _release_of(allocator: str) -> Callable[[int], Any] | None:
-    """The call by which a preloaded allocator gives back what is free; its argument is 0."""
+    """Return the function that makes a preloaded allocator return its free memory. Its argument is 0."""
     try:
         process = ctypes.CDLL(None)
         if allocator == "tbb":  # oneTBB: TBBMALLOC_CLEAN_ALL_BUFFERS is 0
@@ -156,6 +156,6 @@ def _release_of(allocator: str) -> Callable[[int], Any] | None:
         if allocator == "jemalloc":  # 4096 is MALLCTL_ARENAS_ALL
             process.mallctl.argtypes = [ctypes.c_char_p, *[ctypes.c_void_p] * 3, ctypes.c_size_t]
             return lambda _: process.mallctl(b"arena.4096.purge", None, None, None, 0)
-    except (OSError, AttributeError, TypeError):  # another version of it: nothing is given back
+    except (OSError, AttributeError, TypeError):  # another version of it: no memory is returned
         pass
     return None

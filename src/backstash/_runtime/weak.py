@@ -1,4 +1,4 @@
-"""A queue and a table that own nothing: an object that dies leaves them without running Python."""
+"""A queue and a table of weak references. An object that dies leaves them without running Python code."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from ..stores._leases import KeyedRef
 __all__ = ["WeakQueue", "WeakTable"]
 
 _T = TypeVar("_T")
-_LEAST = 64  # entries below which a queue is not swept
+_LEAST = 64  # shorter queues are not swept
 
 
 class WeakQueue(Generic[_T]):
-    """Weak references, oldest first. Not locked: the caller holds its lock.
+    """A queue of weak references, oldest first. The caller holds the lock.
 
-    An item may die or be served elsewhere while nothing is taken from the front, as behind a budget that is
-    never reached. So each time the queue has doubled, items that are dead or no longer wanted are taken out:
-    an append costs the same however long the queue is.
+    Items may die or be served elsewhere while nothing is taken from the front, for example if a budget is
+    never reached. So each time the queue has doubled, it removes items that are dead or no longer wanted. An
+    append costs the same at any length.
 
     Args:
-        wanted: whether a living item still belongs here.
+        wanted: returns whether a living item still belongs in the queue.
     """
 
     __slots__ = ("_sweep_at", "_wanted", "refs")
 
     def __init__(self, wanted: Callable[[_T], object]) -> None:
-        self.refs: deque[weakref.ref[_T]] = deque()  # empty where nothing waits
+        self.refs: deque[weakref.ref[_T]] = deque()  # empty if nothing is queued
         self._sweep_at = _LEAST
         self._wanted = wanted
 
@@ -40,28 +40,28 @@ class WeakQueue(Generic[_T]):
         self.refs.append(weakref.ref(item))
 
     def appendleft(self, item: _T) -> None:
-        """Put ``item`` before all others."""
+        """Put ``item`` at the front."""
         self.refs.appendleft(weakref.ref(item))
 
     def popleft(self) -> _T | None:
-        """Take out the oldest; ``None`` if it is dead or no longer wanted. ``IndexError``: there is none."""
+        """Remove the oldest item. Return it, or ``None`` if dead or unwanted. ``IndexError`` if empty."""
         item = self.refs.popleft()()
         return item if item is not None and self._wanted(item) else None
 
     def clear(self) -> None:
-        """Nothing is left that could wait here."""
+        """Remove all items."""
         if self.refs:
             self.refs = deque()
             self._sweep_at = _LEAST
 
     def take_before(self, other: WeakQueue[_T]) -> None:
-        """Put all that waits in ``other`` before what waits here, and leave that empty."""
+        """Move all items of ``other`` to the front of this queue."""
         refs, other.refs = other.refs, deque()
         self.refs.extendleft(reversed(refs))
 
     def _sweep(self) -> None:
         wanted = self._wanted
-        # Set aside first: a finalizer that the collector runs meanwhile may append.
+        # The queue is set aside first: a finalizer that the garbage collector runs now may append an item.
         refs, self.refs = self.refs, deque()
         alive = deque(ref for ref in refs if (item := ref()) is not None and wanted(item))
         alive.extend(self.refs)
@@ -74,11 +74,11 @@ _V = TypeVar("_V")
 
 
 class WeakTable(Generic[_K, _V]):
-    """Keys to values that live elsewhere.
+    """A mapping from keys to weakly referenced values.
 
-    As ``weakref.WeakValueDictionary``, whose entries are removed by a callback in Python: autograd runs it
-    when it frees a node, and a Ctrl-C that is delivered there is printed and forgotten. This one's callback
-    is a deque's own ``append``.
+    It replaces ``weakref.WeakValueDictionary``, which removes entries by a Python callback: autograd runs that
+    callback when it frees a node, and a Ctrl-C that arrives there is printed and lost. Here the callback is
+    ``deque.append``, a C function.
     """
 
     __slots__ = ("_gone", "_is_gone", "refs")
@@ -89,7 +89,7 @@ class WeakTable(Generic[_K, _V]):
         self._is_gone = self._gone.append  # bound once, not for each entry
 
     def get(self, key: _K) -> _V | None:
-        """The value, if it is alive."""
+        """Return the value, or ``None`` if it is dead or unknown."""
         ref = self.refs.get(key)
         return ref() if ref is not None else None
 

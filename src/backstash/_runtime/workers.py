@@ -1,9 +1,9 @@
-"""Threads that move bytes, and the moves: each made once, by a worker or by the thread that needs it.
+"""Worker threads that move bytes, and the moves. A worker or the thread that needs a move makes it, once.
 
-Not ``concurrent.futures``, for the sake of Ctrl-C: its futures and its pool guard their state by locks that
-are taken and given back in Python, and an interrupt that comes just then leaves them locked for ever. Here
-every lock is taken by a ``with`` statement on a lock of C, which no interrupt can come between, and nothing
-waits for a message that may not have been sent.
+This module does not use ``concurrent.futures``, because of Ctrl-C: its futures and its pool take and release
+their locks in Python code, and an interrupt at that point leaves a lock locked forever. Here every lock is
+implemented in C and taken by a ``with`` statement, so no interrupt can come between. And nothing waits for a
+message that might never have been sent.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ __all__ = ["Work", "Workers"]
 
 
 class Work(Transfer):
-    """One call, made once, by any thread. To wait for it is to make it, unless another thread does already.
+    """One call that any thread may make, once. Waiting for it makes it, unless another thread does.
 
-    So it may be queued twice or, where its thread was interrupted or cannot be had, not at all. In a forked
-    process nobody makes it: the thread that did may be the other process's alone.
+    So a ``Work`` may be queued twice, or not at all if its thread was interrupted or could not be started. In
+    a forked child it is never made: the thread that makes it may exist only in the parent.
     """
 
     ends_in_order = False
@@ -42,21 +42,22 @@ class Work(Transfer):
         self.error: BaseException | None = None
 
     def run(self, *, catch: type[BaseException] = Exception) -> bool:
-        """Make the call, or wait for the thread that makes it; whether it was made here.
+        """Make the call, or wait for the thread that is making it. Return whether this thread made it.
 
-        What is not of type ``catch``, an interrupt, ends the call: it is made anew by the next who asks.
+        An exception that is not of type ``catch``, such as an interrupt, propagates; the next caller then
+        makes the call again.
         """
         waits = moving.waits
         depth = len(waits)
-        moving.calls += 1  # no call between this and "try", in which an interrupt could come
+        moving.calls += 1  # no call between this and "try", so that no interrupt can come between
         try:
-            waits.append(self)  # first: a handler may fork before the question, or after it
+            waits.append(self)  # before the check, since a handler may fork before or after it
             if self._process is not _process[0]:
                 return self._refuse()
             with self._running:
                 waits.pop()
                 if self._process is not _process[0] and not self._running.locked():
-                    self._running.acquire()  # forked just here: see _after_fork
+                    self._running.acquire()  # a fork happened just here: see _after_fork
                 if self.finished:
                     return False
                 if self._process is not _process[0]:
@@ -85,49 +86,49 @@ class Work(Transfer):
         return True
 
     def forked(self) -> None:
-        """In a forked process whose one thread waits for this: let it go on."""
+        """Free the lock in a forked child whose only thread waits for this move."""
         if self._running.locked():
             self._running.release()
 
     def done(self) -> bool:
-        """Whether it has been made, or failed."""
+        """Return whether the call was made or failed."""
         return self.finished
 
     def ended(self) -> bool:
-        """See :meth:`done`: it moves its bytes before it returns."""
+        """See :meth:`done`. The bytes have been moved when the call returns."""
         return self.finished
 
     def wait(self) -> None:
-        """Wait for its end."""
+        """Wait for the end of the call."""
         self.exception()
 
     def exception(self) -> BaseException | None:
-        """Wait for its end; the error, if there was one."""
+        """Wait for the end of the call. Return its error, if there was one."""
         if not self.finished:
             self.run()
         return self.error
 
     def cancel(self) -> bool:
-        """Call it off; whether that came before it began."""
+        """Cancel the call. Return whether it had not begun."""
         self.cancelled = True
         if self._running.locked() or self.finished:
             return False
-        self._call = None  # with the memory that it owns: a worker may come for it much later
+        self._call = None  # frees the memory that it owns: a worker may pop this much later
         return True
 
 
 def _drop_frames(error: BaseException | None) -> None:
-    """An error is kept until somebody looks; its frames, and their callers', would hold the memory."""
+    """Remove the tracebacks of a stored error, since their frames would keep tensor memory alive."""
     while error is not None:
         error.__traceback__ = None
         error = error.__cause__ or error.__context__
 
 
 class Workers:
-    """Up to ``threads`` threads that do what is submitted; none where no thread can be started.
+    """Up to ``threads`` worker threads.
 
-    The threads end when this object is closed or dies. Where there are none (none could be started, after
-    ``close``, in a forked process), what is submitted is done at once by the caller.
+    The threads end when this object is closed or dies. If there are none (after ``close``, in a forked child,
+    or because none could be started), the caller runs what it submits.
     """
 
     def __init__(self, threads: int) -> None:
@@ -142,17 +143,17 @@ class Workers:
 
     @property
     def is_open(self) -> bool:
-        """Whether what is begun is done by a thread of theirs, as far as is known."""
+        """Whether submitted work is expected to run on a worker thread."""
         return not (self._closed or self.note or os.getpid() != self._pid)
 
     def submit(self, function: Callable[..., object], *args: Any) -> Work:
-        """Begin ``function(*args)`` and return what can be waited for."""
+        """Begin ``function(*args)`` and return a :class:`Work` to wait for."""
         work = Work(function, *args)
         self.begin(work)
         return work
 
     def begin(self, work: Work) -> None:
-        """Hand ``work`` to a thread. The caller, which needs to know its end, owns it already."""
+        """Pass ``work`` to a worker thread. The caller, which needs to know when it ends, already owns it."""
         if self._closed or os.getpid() != self._pid:
             work.run()
             return
@@ -165,7 +166,7 @@ class Workers:
 
     def _start_one(self) -> None:
         name = f"backstash_{len(self._threads)}"
-        # A daemon, since an interrupt here may leave it unknown; _end_all sees those off that are known.
+        # A daemon, since an interrupt here may leave the thread unregistered. _end_all joins the others.
         thread = threading.Thread(target=_serve, args=(self._queue,), name=name, daemon=True)
         try:
             thread.start()
@@ -180,7 +181,7 @@ class Workers:
         self._threads.append(thread)
 
     def close(self) -> None:
-        """Wait for what has begun, and end the threads. A second call does nothing."""
+        """Wait for the work that has begun, and end the threads. A second call does nothing."""
         self._closed = True
         if os.getpid() != self._pid:
             return
@@ -191,22 +192,22 @@ class Workers:
 
 
 def _serve(queue: SimpleQueue[Work | None]) -> None:
-    """On a worker: do what comes, until ``None`` does, which is for every thread of the queue."""
+    """Run the queued work on a worker thread until ``None`` arrives, which ends every thread of the queue."""
     while (work := queue.get()) is not None:
         work.run(catch=BaseException)
-        del work  # it would be held until the next one
+        del work  # else it would stay alive until the next one
     queue.put(None)
 
 
 _all: weakref.WeakSet[Workers] = weakref.WeakSet()
-_process = [object()]  # another one in each forked process
+_process = [object()]  # replaced in each forked child
 
 
 def _after_fork() -> None:
-    """In a forked process: nobody runs what the other process's threads ran, so nobody waits for its end.
+    """Free the locks of moves in a forked child. The parent's workers do not exist here, so no move would end.
 
-    A signal's handler may fork while its thread waits for the lock of a move that a worker makes. The worker
-    is not in this process, and would never give the lock back.
+    A signal handler may fork while its thread waits for the lock of a move that a worker makes. That worker
+    does not exist in the child and would never release the lock.
     """
     _process[0] = object()
     for work in moving.waits:
@@ -219,6 +220,6 @@ if hasattr(os, "register_at_fork"):
 
 @atexit.register
 def _end_all() -> None:
-    """Before the interpreter goes: daemons that still move bytes then would be stopped anywhere."""
+    """Close all workers before the interpreter exits and stops daemon threads in the middle of moves."""
     for workers in list(_all):
         workers.close()

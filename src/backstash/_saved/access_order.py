@@ -1,10 +1,10 @@
-"""Which block backward wants next: a guess that costs time when it is wrong, and nothing else.
+"""Predict which block backward needs next. A wrong prediction costs time; results do not change.
 
-The blocks saved between two backwards form a *forward pass*. The first time, the guess is the reverse of the
-saves, which is how autograd's engine mostly goes. Each pass also records the order in which its blocks were
-really used, its *access history*; the next pass with as many blocks is expected to go the same way.
+The blocks that are saved between two backwards form a *forward pass*. The first prediction is the reverse
+order of the saves, which autograd's engine mostly follows. Each pass also records the order in which backward
+used its blocks, its *access history*. The prediction for the next pass with as many blocks is that order.
 
-A pass may have a million blocks, so all that is kept of each is a few integers without an object.
+A pass may have a million blocks, so the records of a block are a few integers in arrays, without an object.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import Any, Generic, Protocol, TypeVar
 __all__ = ["AccessPredictor", "ForwardPass", "Numbered"]
 
 _REMEMBERED_PASSES = 8
-_REMEMBERED_BLOCKS = 1 << 20  # of all remembered passes; the last one is remembered however large
+_REMEMBERED_BLOCKS = 1 << 20  # of all remembered passes; the last pass is remembered at any size
 _STEPS_LOOKED_AHEAD = 64
-_LEAST_BLOCKS = 1024  # in a pass, below which dead ones are not looked for
+_LEAST_BLOCKS = 1024  # in a pass; with fewer blocks, dead ones are not removed
 
 
 class Numbered(Protocol):
-    """A block, as far as its place in a pass goes."""
+    """The attributes of a block that say where it is in a pass."""
 
     forward_pass: Any
     index: int
@@ -41,7 +41,7 @@ class AccessHistory:
     order: array[int]
     """Indices, in order of first use."""
     place: array[int]
-    """Where in ``order`` each index is, or -1."""
+    """The position of each index in ``order``, or -1."""
 
 
 class ForwardPass(Generic[_B]):
@@ -54,13 +54,13 @@ class ForwardPass(Generic[_B]):
         self.previous = weakref.ref(previous) if previous is not None else None
         self.sweep_at = _LEAST_BLOCKS
         self.used = array("q")  # indices, in order of first use
-        # Which those are; empty until backward has begun on it, and then no block is added any more.
+        # Whether each index is in `used`. Empty until backward uses a block; after that no block is added.
         self.seen = bytearray()
         self.learned: AccessHistory | None = None
 
     def forget_dead(self) -> None:
-        """Number the living anew: without a backward a pass never ends, whatever dies meanwhile."""
-        # Set aside first: a finalizer that the collector runs meanwhile may add.
+        """Remove dead blocks and renumber the others, since a pass without a backward never ends."""
+        # The list is set aside first: a finalizer that the garbage collector runs now may add a block.
         blocks, self.blocks = self.blocks, []
         alive = [block for ref in blocks if (block := ref()) is not None]
         for index, block in enumerate(alive):
@@ -69,14 +69,14 @@ class ForwardPass(Generic[_B]):
         self.sweep_at = max(_LEAST_BLOCKS, 2 * len(alive))
 
     def history(self) -> AccessHistory:
-        """The order so far."""
+        """Return the order so far."""
         place = array("q", [-1]) * len(self.blocks)
         for at, index in enumerate(self.used):
             place[index] = at
         return AccessHistory(self.used[:], place)
 
     def successors(self, index: int) -> list[weakref.ref[_B]]:
-        """Blocks expected after the one at ``index``, nearest first; some may be dead."""
+        """Return the blocks expected after the one at ``index``, the next one first. Some may be dead."""
         blocks, learned = self.blocks, self.learned
         start = (
             learned.place[index] + 1 if learned is not None and index < len(learned.place) else 0
@@ -93,18 +93,18 @@ class ForwardPass(Generic[_B]):
 
 
 class AccessPredictor(Generic[_B]):
-    """Numbers the blocks and learns. The caller holds the stash's lock."""
+    """Number the blocks and learn the order of their use. The caller holds the stash's lock."""
 
     def __init__(self) -> None:
         self._current: ForwardPass[_B] = ForwardPass(None)
         self._blocks = 0  # so far
         self.passes = 0
-        """How many have begun."""
-        self._is_begun = False  # the current one, before its first block
+        """How many passes have begun."""
+        self._is_begun = False  # whether the current pass has begun although it has no block yet
         self._learned: OrderedDict[int, AccessHistory] = OrderedDict()
 
     def add(self, block: _B) -> None:
-        """A new block; the first one after a backward begins a new pass."""
+        """Add a new block to the current pass. The first block after a backward begins a new pass."""
         if self._current.seen:
             self._conclude(self._current)
             self._current = ForwardPass(self._current)
@@ -125,23 +125,23 @@ class AccessPredictor(Generic[_B]):
 
     @property
     def is_used(self) -> bool:
-        """Whether backward has used a block of the current pass: the next block begins another."""
+        """Whether backward has used a block of the current pass; then the next block begins another pass."""
         return bool(self._current.seen)
 
     @property
     def next_pass(self) -> int:
-        """The number of the pass that the next block is of."""
+        """The number of the pass that the next block will belong to."""
         current = self._current
         is_on = (current.blocks or self._is_begun) and not current.seen
         return self.passes if is_on else self.passes + 1
 
     @property
     def blocks(self) -> int:
-        """How many there were, so far: the number of the next one."""
+        """How many blocks were added so far; this is the number of the next block."""
         return self._blocks
 
     def begin(self) -> None:
-        """Begin a new pass now, where the next block would."""
+        """Begin a new pass now, if the next block would begin one."""
         if self._current.seen:
             self._conclude(self._current)
             self._current = ForwardPass(self._current)
@@ -150,21 +150,21 @@ class AccessPredictor(Generic[_B]):
             self._is_begun = True
 
     def forget(self) -> None:
-        """No block is alive any more."""
+        """Forget the current pass, since no block is alive any more."""
         if self._current.seen:
             self._conclude(self._current)
         if self._current.blocks:
             self._current = ForwardPass(None)
 
     def use(self, block: _B) -> None:
-        """Backward wants ``block``."""
+        """Record that backward needs ``block``."""
         its_pass, index = block.forward_pass, block.index
         seen, blocks = its_pass.seen, its_pass.blocks
         if not seen:
             its_pass.learned = self._learned.get(len(blocks))
         if len(seen) < len(blocks):
             seen.extend(bytes(len(blocks) - len(seen)))
-        # An interrupt in forget_dead may have lost the list that the index was of: then nothing is learned.
+        # An interrupt in forget_dead may have lost the list that `index` refers to; then nothing is learned.
         if index < len(seen) and not seen[index]:
             seen[index] = True
             its_pass.used.append(index)

@@ -1,12 +1,12 @@
-"""Blocks: which storage is which, at which version, and the bytes of one.
+"""Storage versions and blocks.
 
-A *storage version* is one storage at one version. It owns a weak reference to the storage, which keeps the
-storage's identity (not its bytes) from being handed out again while it is alive: so a table keyed by that
+A *storage version* is one storage at one version. It holds a weak reference to the storage. The reference does
+not keep the bytes alive, but it keeps PyTorch from reusing the storage's identity, so a table keyed by that
 identity cannot confuse two storages. It also has a *version probe*: a tensor without memory that shares the
-saved tensor's version counter, so that a change in place is seen after the memory is gone.
+version counter of the saved tensor. The probe shows a change in place even after the memory was freed.
 
-A *block* is what moves: the whole storage, or a copy of a small region of it. Its ``placement`` says where the
-bytes are.
+A *block* is the unit that the stash moves: a whole storage, or a copy of a small region of one. Its
+``placement`` says where the bytes are.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _NOTHING = torch.empty(0, device="cpu")
 
 
 class StorageVersion:
-    """One storage at one version; its blocks own it."""
+    """One storage at one version. Its blocks own it."""
 
     __slots__ = (
         "__del__",
@@ -64,10 +64,10 @@ class StorageVersion:
     )
     __del__: Callable[[], None]
     is_parted = False
-    """Whether it is of several tensors that have version counters of their own."""
+    """Whether several tensors that have version counters of their own share the storage."""
 
     def __init__(self, tensor: Tensor, storage: torch.UntypedStorage) -> None:
-        # What StorageWeakRef does, whose own __del__ is Python: see _runtime/reclaim.
+        # The same as StorageWeakRef, whose __del__ is written in Python: see _runtime/reclaim.
         self.__del__ = functools.partial(free_weak_ref, weak_ref(storage))
         self.cdata = storage_identity(storage)
         self.version = tensor._version
@@ -76,14 +76,14 @@ class StorageVersion:
         self.probe = tensor.detach()
         try:
             self.probe.data = _NOTHING  # drops the memory, keeps the counter
-        except RuntimeError:  # an accelerator from outside PyTorch takes only what is of its kind
+        except RuntimeError:  # an out-of-tree accelerator accepts only tensors of its own kind
             empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
             self.probe.data = with_bits_of(tensor, empty)
         self.block: weakref.ref[Block] | None = None  # of the whole storage
-        self.regions: dict[object, weakref.ref[Block]] | None = None  # copied, by their key
-        self.slices: Slices | None = None  # what is saved of it, where small slices are
-        self.copied_bytes = 0  # of small regions so far
-        self.origin: StorageVersion | None = None  # of a copy of a region: what it was copied from
+        self.regions: dict[object, weakref.ref[Block]] | None = None  # copied regions, by key
+        self.slices: Slices | None = None  # the slices that were saved of it, if there are any
+        self.copied_bytes = 0  # of small regions, so far
+        self.origin: StorageVersion | None = None  # of a copy of a region: its source
 
     @property
     def changed(self) -> bool:
@@ -91,44 +91,45 @@ class StorageVersion:
         return self.probe._version != self.version
 
     def assumed_saves(self, nbytes: int) -> int:
-        """How often a block of it is saved, of which nothing is known but that ``nbytes`` of it were; 0: nor is
-        that."""
+        """Return how many saves to assume for a block of which only ``nbytes``, the size of its first saved
+        part, is known; 0 if nothing can be assumed."""
         return 0
 
     @property
     def is_held(self) -> bool:
-        """Whether the program has the tensor yet, unchanged and with this storage: it may be saved again."""
+        """Whether the program still holds the tensor, unchanged and with this storage."""
         owner = self.owner()
         if owner is None or self.changed:
             return False
-        storage = storage_of(owner)  # another one after ``x.data = y``, which raises no version
+        storage = storage_of(owner)  # ``x.data = y`` replaces the storage and raises no version
         return storage is not None and storage_identity(storage) == self.cdata
 
     def counted(self, view: Tensor) -> Tensor:
-        """``view``, with the version counter of what was saved."""
+        """Return ``view`` with the version counter of the saved tensor."""
         counted = self.probe.detach()
         counted.data = view
         return counted
 
     def is_of(self, tensor: Tensor) -> bool:
-        """Whether ``tensor``, which has this storage, has the very bytes that were saved."""
+        """Return whether ``tensor``, which has this storage, has exactly the bytes that were saved."""
         if not tensor._version == self.version == self.probe._version:
             return False
-        # A view and its base share their counter: mostly nothing has to be tried.
+        # A view and its base share their version counter, so the first comparison mostly decides.
         base = tensor._base
         owner = tensor if base is None else base
         return self.owner() is owner or same_counter(self.probe, tensor)
 
 
 class PartedStorage(StorageVersion):
-    """One storage of several tensors that are no views and have version counters of their own, as the gates of
-    ``nn.LSTMCell`` on the CPU. It has no version itself: each entry asks that of its part, wherever the bytes
-    are, since a part may have been changed in place before the others left with it.
+    """One storage shared by several tensors that are not views of each other and have version counters of
+    their own, such as the gates of ``nn.LSTMCell`` on the CPU. The storage itself has no version. Each entry
+    checks the version of its part, wherever the bytes are, since a part may have been modified before the
+    block left memory.
 
-    In a first step the block waits until all of it is in parts that were saved, or until the program has freed
-    or changed these. A block of 512 KiB or more leaves from a copy: a change of one part while a worker reads
-    is no change of the others. A part that is saved after the block has left is compared, and is a block of its
-    own if its bytes differ or no fingerprint was taken.
+    In a first step the block stays in place until the saved parts cover all of it, or until the program has
+    freed or modified them. A block of 512 KiB or more is written from a copy, since the program may write to
+    one part while a worker reads. A part that is saved after the block has left memory is compared with it. It
+    gets a block of its own if its bytes differ or no fingerprint was taken.
     """
 
     __slots__ = ("_nbytes", "_saved", "is_new", "parts")
@@ -137,61 +138,62 @@ class PartedStorage(StorageVersion):
     def __init__(self, tensor: Tensor, storage: torch.UntypedStorage) -> None:
         super().__init__(tensor, storage)
         self.is_new = False
-        """Whether it is not known how often it will be saved: once each part, it is assumed."""
+        """Whether its number of saves is not known yet; one save of each part is assumed."""
         self.parts: list[StorageVersion] = []
-        """Those that were saved, oldest first."""
+        """The parts that were saved, oldest first."""
         self._nbytes = storage.nbytes()
-        self._saved: dict[int, int] = {}  # by where a part begins: its bytes
+        self._saved: dict[int, int] = {}  # offset of a part: its bytes
 
     def add(self, part: StorageVersion, offset: int, nbytes: int) -> None:
-        """One of them was saved, perhaps not for the first time."""
+        """Record that ``part`` was saved, perhaps not for the first time."""
         if part not in self.parts:
             self.parts.append(part)
             self._saved[offset] = nbytes
 
     def assumed_saves(self, nbytes: int) -> int:
-        """See :meth:`StorageVersion.assumed_saves`: once each part."""
+        """See :meth:`StorageVersion.assumed_saves`: one save of each part is assumed."""
         self.is_new = True
         return self._nbytes // nbytes
 
     @property
     def is_full(self) -> bool:
-        """Whether all of it is in parts that were saved."""
+        """Whether the saved parts cover all of it."""
         return sum(self._saved.values()) >= self._nbytes
 
     @property
     def changed(self) -> bool:
-        """A change of one part is none of the others'."""
+        """Always ``False``: a change of one part does not change the others."""
         return False
 
     @property
     def is_held(self) -> bool:
-        """Whether the program has any of the parts yet."""
+        """Whether the program still holds any of the parts."""
         return any(part.is_held for part in self.parts)
 
 
 class Loaded:
-    """A block's bytes that were read back: one storage for all its views."""
+    """The bytes of a block that were loaded: one storage for all of its views."""
 
     __slots__ = ("arrival", "asked_by", "low", "root", "version")
 
     def __init__(self, root: Tensor, low: int, arrival: Arrival | None, asked_by: int = -1) -> None:
         self.root = root
-        self.low = low  # where in root the block's first byte is
-        self.arrival = arrival  # on an accelerator, what each user is ordered after
+        self.low = low  # the offset of the block's first byte in root
+        self.arrival = arrival  # on an accelerator, the copy that each user must be ordered after
         self.version = root._version
-        # The backward whose end asks an accelerator whether these are the bytes; -1: it is known.
+        # The backward that checks at its end whether the accelerator restored these bytes; -1: no check is
+        # due.
         self.asked_by = asked_by
 
     @property
     def is_good(self) -> bool:
-        """Whether these are the block's bytes, as far as this thread's backward has to know: none has changed
-        them, and where an accelerator is yet to be asked, this one asks."""
+        """Whether these are the block's bytes, as far as this thread's backward has to know: nothing has
+        modified them, and if the accelerator has yet to confirm them, this backward is the one that checks."""
         return self.root._version == self.version and self.asked_by in (-1, task_or_none())
 
 
 class BlockCleanup(Cleanup):
-    """What a block leaves: what the budgets count for it."""
+    """What remains of a dead block: the bytes that the budgets count for it."""
 
     __slots__ = ("again_bytes", "is_counted", "module", "nbytes", "resident_bytes", "serial")
 
@@ -200,9 +202,9 @@ class BlockCleanup(Cleanup):
         self.number = number
         self.loaded_bytes = self.again_bytes = 0
         self.nbytes = nbytes
-        self.resident_bytes = 0  # that the keep budget counts
-        self.serial = -1  # among all blocks of the stash, while it counts as one of them
-        self.is_counted = True  # not a packed block's payload, which has the serial of that
+        self.resident_bytes = 0  # its bytes in the keep budget
+        self.serial = -1  # its number among all blocks of the stash; -1: not counted as one
+        self.is_counted = True  # False for a payload: it has its packed block's serial
         self.module = ""
 
     @property
@@ -219,10 +221,10 @@ class BlockCleanup(Cleanup):
 
 
 class Reduction:
-    """How a block is made smaller, or discarded to be computed again, once it is complete.
+    """How a block is packed, or freed and later recomputed, once all of its bytes are written.
 
     Args:
-        dtype: that its bytes are read in.
+        dtype: the dtype in which its bytes are read.
     """
 
     __slots__ = ("apply", "depth", "dtype", "is_whole", "rounds")
@@ -230,34 +232,35 @@ class Reduction:
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self.apply: Callable[[Block], Block | None] | None = None
-        """Called when the block is complete: returns the block that is to move then, or ``None``."""
+        """Called when the block is complete. Returns the block to move instead, or ``None``."""
         self.depth = 0
-        """How many blocks one after another are recomputed, with this one."""
+        """How many blocks must be recomputed one after another to get this one, itself included."""
         self.rounds = False
         """Whether a lossy codec packs it."""
         self.is_whole = True
-        """Whether every element of it is a value, and none what memory held before."""
+        """Whether every element holds a value, and none is uninitialized memory."""
 
 
 class Mark:
-    """What the bytes of a block were when it left: a fingerprint, or on an accelerator what stands for one."""
+    """The bytes of a block as they were when it left: a fingerprint, or the accelerator's equivalent."""
 
     __slots__ = ("matched", "value")
 
     def __init__(self, value: Any) -> None:
         self.value = value
         self.matched = False
-        """Whether a save has relied on it."""
+        """Whether a later save relied on it."""
 
 
 class Block:
-    """The bytes of one storage, wherever they are now. Every entry that needs them owns it.
+    """The bytes of one storage, in whichever tier they are. Every entry that needs them owns the block.
 
     Args:
-        storage_version: whose bytes they are.
-        alias: a tensor with the memory and the version counter (of parts, that of one), without a graph.
-        reclaim_queue: gets the block's cleanup when it dies.
-        number: of the device whose tiers count it.
+        storage_version: the storage version that the bytes belong to.
+        alias: a tensor with the memory and its version counter (a storage of parts: the counter of one),
+            without a graph.
+        reclaim_queue: receives the block's cleanup when the block dies.
+        number: the number of the device whose tiers count it.
     """
 
     __slots__ = (
@@ -296,31 +299,29 @@ class Block:
     ) -> None:
         storage = alias.untyped_storage()
         self.nbytes = storage.nbytes()
-        # What the budgets count for it, and what events call it.
+        # The bytes that the budgets count for it, and its name in events.
         self.cleanup = BlockCleanup(reclaim_queue, number, self.nbytes)
         self.__del__ = functools.partial(reclaim_queue.append, self.cleanup)
         self.placement: Placement = Resident(alias)
         self.storage_version = storage_version
-        self.address = storage.data_ptr()  # while in place; its residue matters ever after
+        self.address = storage.data_ptr()  # while in place; later its alignment matters
         self.number = number
-        self.stream: Any = None  # that its bytes were made on, on an accelerator
+        self.stream: Any = None  # on an accelerator, the stream that its bytes were written on
         self.thread_state: ThreadState
         self.forward_pass: ForwardPass[Block]
         self.index = 0  # in its forward pass
-        self.tier = ""  # where it goes at once, whatever "keep" has room for; "": nowhere
+        self.tier = ""  # the tier that it goes to at once, even if "keep" has space; "": none
         self.reduction: Reduction | None = None
         self.saves = BlockSaves()
-        self.mark: Mark | None = (
-            None  # what its bytes were when it left, where it may be saved again
-        )
+        self.mark: Mark | None = None  # a mark of its bytes when it left, if it may be saved again
         self.offset = 0  # of its first byte in its backing
-        self.entries = 0  # how many saves it stands for
-        # One read serves every entry once: a turn. Then the memory is let go.
+        self.entries = 0  # the number of saves that share it
+        # One load serves every entry once, which is called a turn. After that its memory is freed.
         self.turn = 0
         self.served = 0
         self.loaded: Loaded | None = None
-        self.making: Any = None  # while a worker makes it ahead of need, and until it is used
-        self.packs: weakref.ref[Block] | None = None  # of a payload: the packed block
+        self.making: Any = None  # set while it is computed ahead of need, until used
+        self.packs: weakref.ref[Block] | None = None  # if this is a payload: the packed block
 
     @property
     def is_copy(self) -> bool:
@@ -329,45 +330,45 @@ class Block:
 
     @property
     def dtype(self) -> torch.dtype:
-        """That its bytes are read in; it is to be made smaller."""
+        """The dtype in which its bytes are read. Only for a block that has a reduction."""
         assert self.reduction is not None
         return self.reduction.dtype
 
     @property
     def depth(self) -> int:
-        """How many blocks one after another are recomputed, with this one."""
+        """How many blocks must be recomputed one after another to get this one; 0 if it is not recomputed."""
         return self.reduction.depth if self.reduction is not None else 0
 
     @property
     def is_rounded(self) -> bool:
-        """Whether a lossy codec is to pack it: another save of its storage may not want that."""
+        """Whether a lossy codec is to pack it. Another save of its storage may not allow that."""
         return self.reduction is not None and self.reduction.rounds
 
     @property
     def facts(self) -> tuple[int, int, str]:
-        """What events say of it: its bytes, its number, and the module that saved it."""
+        """Its bytes, its number, and the module that saved it, as events report them."""
         return self.nbytes, self.cleanup.serial, self.cleanup.module
 
     @property
     def waits(self) -> bool:
-        """Whether it is in place and no budget counts it, until it was saved as often as is expected."""
+        """Whether it is in place and counts toward no budget, because more saves of it are expected."""
         return self.placement.is_kept and not self.cleanup.resident_bytes
 
     def copy_out(self) -> bool:
-        """Take the bytes of parts to memory of its own, on the CPU: any part may be written while a worker
-        reads, which is a change of that one alone. ``False``: there is no such memory."""
+        """Copy the bytes of a storage with parts to separate CPU memory, since the program may write to any
+        part while a worker reads. Return ``False`` if there is no such memory."""
         alias = self.placement.alias
         assert alias is not None
         storage = alias.untyped_storage()
         if storage_identity(storage) != self.storage_version.cdata:
-            return True  # it was, when it was to leave before
+            return True  # an earlier eviction already made the copy
         modes = without_function_modes(), without_dispatch_modes(), torch.inference_mode(False)
         try:
             with modes[0], modes[1], modes[2], torch.no_grad():
                 whole = torch.empty(0, dtype=torch.uint8, device="cpu")
                 copy = whole.set_(storage, 0, (self.nbytes,), (1,)).clone()
                 if self.nbytes % alias.dtype.itemsize == 0:
-                    copy = copy.view(alias.dtype)  # so that no part has to be, at each use
+                    copy = copy.view(alias.dtype)  # so that parts need no view at each use
         except (RuntimeError, MemoryError):
             return False
         address = copy.data_ptr()
@@ -377,17 +378,17 @@ class Block:
         return True
 
     def is_copy_of(self, storage: torch.UntypedStorage) -> bool:
-        """Whether the bytes are in memory that :meth:`copy_out` took, and not in ``storage``."""
+        """Return whether the bytes are in memory that :meth:`copy_out` allocated, and not in ``storage``."""
         alias = self.placement.alias
         return alias is not None and storage_identity(alias.untyped_storage()) != storage_identity(
             storage
         )
 
     def take_fingerprint(self, device: Device | None) -> None:
-        """Note what its bytes are, which leave now, so that a later save can be compared with them."""
+        """Record a fingerprint of its bytes, which leave memory now, to compare a later save with them."""
         self.mark = None
         if count_dispatch_modes() > 0:
-            return  # of the program's, which would see it
+            return  # a dispatch mode of the program would see the operations
         alias = self.placement.alias
         assert alias is not None
         storage = alias.untyped_storage()
@@ -396,17 +397,17 @@ class Block:
         )
 
     def has_in_place(self, storage: torch.UntypedStorage) -> bool:
-        """Whether another storage of the CPU has the bytes of this block, which is in place."""
+        """Return whether another CPU storage has the same bytes as this block, which is in place."""
         alias = self.placement.alias
         if alias is None or count_dispatch_modes() > 0 or storage.nbytes() != self.nbytes:
             return False
         return same_bytes(alias.untyped_storage(), storage)
 
     def has(self, storage: torch.UntypedStorage, device: Device | None) -> bool | Check:
-        """Whether what ``storage`` has now is what the block's entries are given, as far as it has left.
+        """Return whether the bytes in ``storage`` now are those of this block, which has left memory.
 
-        It was perhaps written since, unseen. On an accelerator the answer is a comparison that backward has
-        to ask; where nothing was noted of the bytes, it is no.
+        The storage may have been written since without raising the version. On an accelerator the answer is a
+        comparison whose result backward reads later. Without a fingerprint the answer is ``False``.
         """
         mark = self.mark
         if mark is None or count_dispatch_modes() > 0:
@@ -419,19 +420,19 @@ class Block:
         return found
 
     def free(self) -> None:
-        """Drop the storage that was read back or made; the bytes are still where they come from."""
+        """Free the memory that was loaded or recomputed. The bytes stay where they came from."""
         self.loaded = self.making = None
 
     @property
     def has_moved(self) -> bool:
-        """Whether its storage was resized, and so has other memory: that raises no version."""
+        """Whether its storage was resized and so has other memory. Resizing raises no version."""
         alias = self.placement.alias
         return alias is not None and alias.untyped_storage().data_ptr() != self.address
 
     @property
     def where(self) -> str:
-        """The tier that has the bytes: ``"keep"`` until their write has completed. ``"packed"``, wherever the
-        payload is; ``"recomputed"``, wherever the input is."""
+        """The tier that holds the bytes: ``"keep"`` until their write has completed, ``"packed"`` wherever the
+        payload is, ``"recomputed"`` wherever the input is."""
         placement = self.placement
         if placement.derivation is not None:
             return placement.derivation.where

@@ -1,8 +1,8 @@
-"""Whether one compiled graph saves most of a step: its backward asks for all of that at once.
+"""Detect that one compiled graph saves most of a step, so that its backward loads all of it at once.
 
-``torch.compile`` makes one node of a graph, and a node unpacks everything it saved before it runs. So what a
-model that was compiled whole saved comes back together, and the peak is what it was. Compiled block by block
-there is a node for each block.
+``torch.compile`` turns its region into one autograd node, and a node unpacks everything it saved before it
+runs. If the whole model is compiled as one region, all of its saved tensors are loaded together, and the peak
+is as high as without a stash. A model that is compiled block by block has one node for each block.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from .block import Block
 __all__ = ["COMPILED_NODE", "WholeGraph"]
 
 COMPILED_NODE = "CompiledFunctionBackward"
-"""What AOTAutograd calls the node of a compiled graph, in torch 2.11 to 2.15; of others nothing is said."""
+"""The name of a compiled graph's node in AOTAutograd (torch 2.11 to 2.15); others are not detected."""
 
 
 class WholeGraph:
-    """Adds up what the compiled node that runs has asked for.
+    """Add up the bytes that the running compiled node has unpacked.
 
-    It is not locked: two threads' backwards may mix, and then only a hint is missed, or given for both.
+    This class takes no lock: the backwards of two threads may mix, and then a hint is missed or given to both.
 
     Args:
-        held: how many bytes of saved tensors there are at present, wherever they are.
-        window_bytes: what may come back at once anyway.
+        held: returns the bytes of all saved tensors at present, in any tier.
+        window_bytes: how many bytes may be loaded at once in any case.
     """
 
     __slots__ = ("_blocks", "_held", "_held_bytes", "_nbytes", "_node", "_window_bytes", "is_said")
@@ -36,12 +36,12 @@ class WholeGraph:
         self._blocks: set[int] = set()
 
     def has_most(self, node: object, block: Block) -> bool:
-        """Whether with ``block`` the node has asked for more than the window, and half of what was held when
-        it began. True once."""
+        """Record that ``node`` unpacks ``block``. Return whether the node has now unpacked more than the
+        window and more than half of the bytes that were held when it began."""
         if id(node) != self._node:
             self._node, self._nbytes, self._held_bytes = id(node), 0, self._held()
             self._blocks.clear()
-        if id(block) not in self._blocks:  # which live as long as the node does
+        if id(block) not in self._blocks:  # ids stay unique: the node keeps its blocks alive
             self._blocks.add(id(block))
             self._nbytes += block.nbytes
         self.is_said = self._nbytes > max(self._window_bytes, self._held_bytes // 2)

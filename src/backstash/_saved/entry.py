@@ -1,4 +1,4 @@
-"""What autograd holds in place of a saved tensor."""
+"""The objects that autograd holds in place of saved tensors that the stash manages."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ __all__ = ["Entry", "WrapperEntry"]
 
 
 class Entry:
-    """One saved view: a block, and how to rebuild the view from the block's bytes.
+    """One saved view: its block, and how to rebuild the view from the block's bytes.
 
-    ``region`` is set when the block holds the elements densely although the view had gaps: then they are
-    spread out again. ``source`` is whose version tells that the view was modified in place: the block's, or
-    where that is a storage of parts with versions of their own, the part's.
+    ``region`` is set if the block holds the elements of a view with gaps densely; loading then restores the
+    gaps. ``source`` has the version that shows whether the view was modified in place. It is the block's
+    storage version, or that of one part if the storage consists of parts with version counters of their own.
     """
 
     __slots__ = (
@@ -50,13 +50,13 @@ class Entry:
     ) -> None:
         self.block = block
         self.source = block.storage_version
-        # Whether its bytes were those of the block, which had left; an accelerator knows when it gets there.
+        # The comparison with the bytes of a block that had left memory, where an accelerator has to answer it.
         self.check: Check | None = None
         self.dtype = tensor.dtype
         self.device = tensor.device
         self.shape = tensor.shape
         self.stride = tensor.stride()
-        self.offset_bytes = offset_bytes  # of its first element from the block's first byte
+        self.offset_bytes = offset_bytes  # of its first element, from the block's first byte
         self.conj = tensor.is_conj()
         self.neg = tensor.is_neg()
         self.region = region
@@ -64,12 +64,13 @@ class Entry:
 
     @classmethod
     def at(cls, block: Block, device: torch.device, place: tuple[Any, ...]) -> Entry:
-        """Of a view that nobody has saved, of ``block``, which is a whole storage.
+        """Return an entry for a view that was not saved, of ``block``, which holds a whole storage.
 
         Args:
-            block: that has the bytes.
-            device: of it.
-            place: the view's type, shape, stride and offset, and its conj and neg bits; empty: all bytes.
+            block: the block.
+            device: the device of the view.
+            place: the view's dtype, shape, stride, offset, and its conj and neg bits; empty: all bytes of the
+                block.
         """
         all_bytes = (torch.uint8, (block.nbytes,), (1,), 0, False, False)
         self = object.__new__(cls)
@@ -88,14 +89,15 @@ class Entry:
 
     @property
     def where(self) -> str:
-        """The tier that has the bytes now."""
+        """The tier that holds the bytes now."""
         return self.block.where
 
     @property
     def was_changed(self) -> bool:
-        """Whether it was modified in place when its bytes were those of the block, as far as autograd can know.
+        """Whether the view was modified in place while the block had its bytes, as far as autograd can know.
 
-        A part of a storage may have been when others left with it: it counts as changed whenever it was.
+        A part of a storage may have been modified when the block left memory for the sake of other parts. So a
+        part counts as changed no matter when it was modified.
         """
         block, placement = self.block, self.block.placement
         if placement.alias is None and not placement.is_unordered:
@@ -104,18 +106,18 @@ class Entry:
 
     @property
     def is_rounded(self) -> bool:
-        """Whether a lossy codec was asked for."""
+        """Whether the block is to be packed by a lossy codec."""
         return self.block.is_rounded
 
     def view_in_place(self, alias: Tensor) -> Tensor:
-        """The saved view of its block's own memory, with the version counter of what was saved."""
+        """Return the saved view of its block's own memory, with the version counter of the saved tensor."""
         view = self.view_of(alias, 0)
         return view if self.source is self.block.storage_version else self.source.counted(view)
 
     def view_of(self, base: Tensor, base_bytes: int) -> Tensor:
-        """The saved view, cut from ``base`` whose storage has the block's first byte at ``base_bytes``.
+        """Return the saved view of ``base``, whose storage has the block's first byte at ``base_bytes``.
 
-        A view of ``base``, so that both share one version counter; only a part with gaps is copied.
+        The result shares the version counter of ``base``, except that a region with gaps is copied.
         """
         itemsize = self.dtype.itemsize
         base = self.in_its_dtype(base)
@@ -131,14 +133,14 @@ class Entry:
         return out
 
     def in_its_dtype(self, base: Tensor) -> Tensor:
-        """``base``, or its storage as a flat tensor of the view's dtype, on its version counter."""
+        """Return ``base``, or a flat tensor of the view's dtype on its storage and version counter."""
         if base.dtype == self.dtype:
             return base
         return _flat(base, self.dtype.itemsize).view(self.dtype)
 
 
 def written_unseen(entry: Entry) -> InplaceError:
-    """The error for memory that was written and told no version, where another save has to know it."""
+    """Return the error for memory that was written without a new version, and that another save needs."""
     kind, module = str(entry.dtype).removeprefix("torch."), clean(entry.block.cleanup.module)
     return InplaceError(
         f"the {kind} tensor of shape {tuple(entry.shape)} that {module or 'no module'} saved shares memory "
@@ -150,7 +152,7 @@ def written_unseen(entry: Entry) -> InplaceError:
 
 
 def recomputed_otherwise(entry: Entry, what: object) -> InplaceError:
-    """The error for a tensor that was let go and was computed again with other bits."""
+    """Return the error for a tensor that was freed and whose recomputed bits differ."""
     module = clean(entry.block.cleanup.module)
     return InplaceError(
         f"the tensor of shape {tuple(entry.shape)} that {module or 'no module'} saved was to be recomputed, "
@@ -161,7 +163,7 @@ def recomputed_otherwise(entry: Entry, what: object) -> InplaceError:
 
 
 def replayed_otherwise(module: str, shape: object) -> InplaceError:
-    """The error for a tensor that was let go, and has other bits when its operations are replayed."""
+    """Return the error for a tensor that was freed and whose bits differ when its operations are replayed."""
     return InplaceError(
         f"the tensor of shape {shape} that {module or 'no module'} saved was let go, and the operations that "
         "made it, replayed, give other bits: what they were given was changed since forward by what raises no "
@@ -171,7 +173,7 @@ def replayed_otherwise(module: str, shape: object) -> InplaceError:
 
 
 class WrapperEntry:
-    """A saved tensor subclass that is made of others (``__tensor_flatten__``): its parts, each packed."""
+    """A saved wrapper subclass (``__tensor_flatten__``): its inner tensors, each packed separately."""
 
     __slots__ = (
         "__weakref__",
@@ -202,7 +204,7 @@ class WrapperEntry:
 
     @property
     def where(self) -> str:
-        """The lowest tier that has bytes of a part."""
+        """The lowest tier that holds bytes of an inner tensor."""
         places = {getattr(part, "where", "keep") for part in self.parts.values()}
         return next(
             (tier for tier in ("disk", "host", "packed", "recomputed") if tier in places), "keep"
@@ -210,13 +212,13 @@ class WrapperEntry:
 
     @property
     def is_rounded(self) -> bool:
-        """Whether a lossy codec was asked for a part."""
+        """Whether an inner tensor is to be packed by a lossy codec."""
         return any(getattr(part, "is_rounded", False) for part in self.parts.values())
 
     def is_of(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` is what was packed, and neither it nor what it is made of has changed.
+        """Return whether ``tensor`` is the tensor that was packed, unchanged, with unchanged inner tensors.
 
-        Where that cannot be known without waiting for a device, the answer is no.
+        The answer is ``False`` if only a wait for a device could give it.
         """
         now = list(_with_inner(tensor))
         if len(now) != len(self.seen) or not all(
@@ -227,7 +229,7 @@ class WrapperEntry:
         return self.told is not None and self.told == _told(tensor)
 
     def rebuild(self, unpack: Callable[[object], Tensor]) -> Tensor:
-        """The wrapper around its unpacked parts."""
+        """Return the wrapper, rebuilt around its unpacked inner tensors."""
         parts = {
             name: _at_offset(unpack(part), self.offsets[name]) for name, part in self.parts.items()
         }
@@ -245,7 +247,7 @@ def _with_inner(tensor: Any) -> Iterator[Tensor]:
 
 
 def _told(tensor: Any) -> list[object] | None:
-    """Of all bytes that a wrapper is made of; ``None`` where they are not the CPU's, or a mode would see it."""
+    """Return fingerprints of all inner tensors; ``None`` off the CPU, or if a dispatch mode would see it."""
     parts = [each for each in _with_inner(tensor) if not is_wrapper_subclass(each)]
     storages = [storage_of(each) for each in parts]
     told = []
@@ -259,12 +261,12 @@ def _told(tensor: Any) -> list[object] | None:
 
 
 def _offset_of(part: Tensor) -> int | None:
-    """Where a plain tensor begins in its storage, which the subclass around it may go by."""
+    """Return where a plain tensor begins in its storage, on which its subclass may depend, or ``None``."""
     return int(part.storage_offset()) if type(part) is Tensor and not reason_to_stay(part) else None
 
 
 def _at_offset(part: Tensor, offset: int | None) -> Tensor:
-    """``part``, or a copy of it that begins at ``offset`` of its storage."""
+    """Return ``part``, or a copy of it that begins at ``offset`` of its storage."""
     if offset is None or part.storage_offset() == offset:
         return part
     raw = raw_alias(part)
@@ -275,7 +277,7 @@ def _at_offset(part: Tensor, offset: int | None) -> Tensor:
 
 
 def _flat(base: Tensor, itemsize: int) -> Tensor:
-    """All whole ``itemsize`` items of ``base``'s storage as a flat view of bytes, on its version counter."""
+    """Return ``base``'s storage as bytes in whole ``itemsize`` items, with the same version counter."""
     storage_bytes = base.untyped_storage().nbytes()
     flat = base.as_strided((storage_bytes // base.element_size(),), (1,), 0).view(torch.uint8)
     return flat[: flat.numel() // itemsize * itemsize]

@@ -1,15 +1,16 @@
-"""Saved tensors that come back as gradients: whose memory they have, as in plain PyTorch.
+"""Keep a saved tensor from becoming a parameter's ``.grad`` without a copy.
 
-A custom function's backward may return what it saved: weight decay returns the weight, a fused loss the
-gradient that it computed in forward. ``AccumulateGrad`` takes a first gradient over as ``.grad`` unless
-somebody else has that tensor, too, and adds later gradients to it in place (PyTorch's ``accumulate_grad.h``).
-In plain PyTorch a saved tensor has other owners: the program, or a graph that is retained. What an unpack hook
-returns has none, so ``.grad`` would share the weight's memory, and the next gradient be added to the weight.
+The backward of a custom function may return a tensor that it saved: weight decay returns the weight, a fused
+loss returns the gradient that it computed in forward. ``AccumulateGrad`` stores a first gradient as ``.grad``
+without a copy unless that tensor has another owner, and it adds later gradients in place (PyTorch's
+``accumulate_grad.h``). In plain PyTorch a saved tensor has other owners: the program, or a retained graph. A
+tensor that an unpack hook returns has none. ``.grad`` would then share the weight's memory, and the next
+gradient would be added to the weight.
 
-So while a function that may return what it is given runs, the nodes that get its gradients are asked to look
-before they run: a gradient that is a saved tensor, and whose memory others have, is replaced by a copy. That is
-the copy that ``AccumulateGrad`` makes in plain PyTorch. Operations of PyTorch's own return no saved tensor, and
-for them nothing is done.
+So while a function that may return a saved tensor runs, this module puts a pre-hook on each node that receives
+its gradients. The pre-hook replaces a gradient by a copy if the gradient is a saved tensor and its memory has
+other owners. ``AccumulateGrad`` makes the same copy in plain PyTorch. PyTorch's own operations return no saved
+tensor, so their nodes get no pre-hook.
 """
 
 from __future__ import annotations
@@ -27,17 +28,18 @@ from .view import reason_to_stay, snapshot
 
 __all__ = ["RETURNS_NONE", "hand_out"]
 
-RETURNS_NONE: set[type] = {type(None)}  # no node runs: somebody looks
-"""Types of nodes that are known to return no saved tensor; grows as backward meets them."""
+RETURNS_NONE: set[type] = {type(None)}  # no node runs: the program reads a saved tensor
+"""Node types that are known to return no saved tensor. Grows as backward encounters new types."""
 
 _KEY = "backstash.handout"  # in the metadata of nodes
 
 
 def hand_out(tensor: Tensor) -> Tensor:
-    """What an unpack hook is to return for ``tensor``, where the running node is not in ``RETURNS_NONE``.
+    """Return what an unpack hook must return for ``tensor``, for a node not in ``RETURNS_NONE``.
 
-    Mostly ``tensor`` itself: the nodes that follow the running one will look at what it returned. Where a hook
-    on a gradient asks, which may return it in place of that gradient, a copy.
+    This is ``tensor`` itself in most cases: the nodes that follow the running one check the gradients that it
+    returns. It is a copy if a hook on a leaf's gradient unpacks ``tensor``, since the hook may return it as
+    that gradient.
     """
     node = current_node()
     if node is None:
@@ -47,12 +49,12 @@ def hand_out(tensor: Tensor) -> Tensor:
     elif type(node).__name__ != "AccumulateGrad":
         RETURNS_NONE.add(type(node))
     elif not torch.is_grad_enabled():
-        return _copy(tensor)  # it saves nothing: a hook asks, and nobody looks at what that returns
+        return _copy(tensor)  # it saves nothing: a hook unpacks, and nothing checks its result
     return tensor
 
 
 class _Loan:
-    """What one run of a node was given."""
+    """The saved tensors that one run of a node has unpacked."""
 
     __slots__ = ("task", "tensors")
 
@@ -62,13 +64,13 @@ class _Loan:
 
 
 class _Guard:
-    """A hook of a node that gets gradients from nodes that were given saved tensors; for its next run."""
+    """A pre-hook, for one run, of a node whose gradients come from nodes that have unpacked saved tensors."""
 
     __slots__ = ("handle", "leaf", "loans", "metadata")
 
     def __init__(self, node: Any) -> None:
         self.loans: list[_Loan] = []
-        leaf = getattr(node, "variable", None)  # of AccumulateGrad
+        leaf = getattr(node, "variable", None)  # only AccumulateGrad has one
         self.leaf = weakref.ref(leaf) if leaf is not None else None
         self.metadata = node.metadata
         self.handle = node.register_prehook(self)
@@ -78,7 +80,7 @@ class _Guard:
         self.metadata.pop(_KEY, None)
         leaf = self.leaf() if self.leaf is not None else None
         if torch.is_grad_enabled() or (leaf is not None and leaf.grad is not None):
-            return None  # AccumulateGrad takes nothing over
+            return None  # AccumulateGrad stores no gradient without a copy
         return tuple(map(self._owned, gradients))
 
     def _owned(self, gradient: Tensor | None) -> Tensor | None:
@@ -87,7 +89,8 @@ class _Guard:
         return _copy(gradient)
 
     def _was_given(self, gradient: Tensor) -> bool:
-        # Backward records no graph now: what requires a gradient was saved, or is the program's own.
+        # Backward records no graph now: a gradient that requires grad was saved, or is the program's own
+        # tensor.
         return gradient.requires_grad or any(
             given() is gradient for loan in self.loans for given in loan.tensors
         )

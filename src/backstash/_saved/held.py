@@ -1,4 +1,4 @@
-"""What autograd holds of a tensor that was let go, to be computed again."""
+"""The objects that autograd holds in place of tensors that were freed and will be recomputed."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ __all__ = ["Held"]
 
 
 class Held:
-    """What autograd holds of a tensor that was let go: how it is computed again.
+    """What autograd holds in place of a saved tensor that was freed: how to recompute it.
 
     Args:
-        call: the forward that saved it.
-        state: the bytes of its memory, on that one's tape.
-        place: where it lies in the memory.
-        tensor: that was saved.
+        call: the forward call that saved the tensor.
+        state: the memory of the tensor, at the version that was saved, on the tape of ``call``.
+        place: where the tensor lies in that memory.
+        tensor: the saved tensor.
     """
 
     __slots__ = (
@@ -39,13 +39,13 @@ class Held:
         self.state = state
         self.place = place
         self.packed: Any = None
-        """As the stash packed it, where it is not let go."""
+        """The result of the stash's pack hook, if the tensor was packed and not freed."""
         self.told: Any = None
-        """A fingerprint of some of its bytes, where one was taken."""
+        """A fingerprint of some of its bytes, if one was taken."""
         self.made: Any = None
-        """Computed again, and not used yet: the tensor, and its version."""
+        """The recomputed tensor and its version, until it is used."""
         self.used_in = -1
-        """The backward that used it last."""
+        """The number of the backward that used it last."""
         self.shape = tensor.shape
         self.dtype = tensor.dtype
         self.device = tensor.device
@@ -53,7 +53,7 @@ class Held:
 
     @property
     def where(self) -> str:
-        """The tier that has the bytes; ``"recomputed"``: none has."""
+        """The tier that holds the bytes; ``"recomputed"`` if none does."""
         if self.packed is None:
             return "recomputed"
         return str(getattr(self.packed, "where", "keep"))

@@ -1,10 +1,11 @@
-"""Where a block's bytes are: in place, on their way down, below, nowhere, since others give them, or lost.
+"""Where a block's bytes are: in place, being written, in a lower tier, derived from other blocks, or lost.
 
-A block has one *placement* and changes it by one assignment, so an interrupt finds either the old one or the
-new one. All counts and queues follow from the placements of the blocks that are alive.
+A block has one *placement* and changes it by a single assignment, so an interrupt finds either the old one or
+the new one. All counts and queues can be rebuilt from the placements of the blocks that are alive.
 
-Below, the bytes are in a *backing*: a slot of a store, a buffer of host memory, or part of a segment. They
-come back by a *load*. Both are abstract here, since a block must name them; the tiers have the concrete ones.
+In a lower tier the bytes are in a *backing*: a slot of a store, a host buffer, or a part of a segment. A
+*load* brings them back. Both classes are abstract here, since a block must refer to them; the tiers implement
+them.
 """
 
 from __future__ import annotations
@@ -36,119 +37,120 @@ __all__ = [
 
 
 class Arrival(Protocol):
-    """A copy to an accelerator that may not have ended."""
+    """A copy to an accelerator that may still run."""
 
     def order(self) -> None:
-        """Let what the current stream does from now on come after it."""
+        """Make the current stream wait for the copy."""
 
 
 class Load(ABC):
-    """A backing's bytes on their way back to memory."""
+    """A load of a backing's bytes to memory."""
 
     __slots__ = ()
 
     memory: Tensor
-    """What they are read to, as bytes; to be looked at once :meth:`exception` has answered ``None``."""
+    """The destination of the bytes, as bytes. Use it only after :meth:`exception` has returned ``None``."""
     arrival: Arrival | None
-    """The copy that each user of the memory has to be ordered after, on an accelerator."""
+    """On an accelerator, the copy that each user of the memory must be ordered after."""
 
     @property
     @abstractmethod
     def work(self) -> Work | None:
-        """The read that a worker makes, or the thread that waits; ``None`` where the device does all of it."""
+        """The read that a worker does or a thread waits for; ``None`` if the device does all of it."""
 
     @property
     @abstractmethod
     def is_ready(self) -> bool:
-        """Whether the memory may be used at once."""
+        """Whether the memory may be used without waiting."""
 
     @abstractmethod
     def exception(self) -> BaseException | None:
-        """Wait for the end; the error, if there was one. May raise ``torch.OutOfMemoryError``."""
+        """Wait for the end and return the error, if there was one. May raise ``torch.OutOfMemoryError``."""
 
 
 class Backing(ABC):
-    """The place of one or several blocks' bytes below, and the memory they were read back to, while needed."""
+    """The place of one or several blocks' bytes in a lower tier, and the memory that they were loaded to."""
 
     __slots__ = ("__weakref__", "ahead", "blocks", "load", "nbytes", "skew", "wanted")
 
     cleanup: Cleanup
-    """What it leaves when it dies."""
+    """What remains to be cleaned up when it dies."""
     nbytes: int
     """The bytes of all its blocks."""
     skew: int
-    """How many bytes of a load's memory come before its first one."""
+    """How many bytes precede the first block in a load's memory."""
     load: Load | None
-    """While what was read is wanted."""
+    """The load, while some block still needs it."""
     ahead: bool
-    """Whether the load was begun before any block was needed."""
+    """Whether the load began before any block was needed."""
     blocks: int
-    """How many blocks it carries."""
+    """How many blocks it holds."""
     wanted: int
-    """How many of them have not come for what was read."""
+    """How many of its blocks have not taken their bytes from the load yet."""
 
     buffer: Tensor | None = None
-    """The bytes in memory, where the backing has them beside its slot."""
+    """The bytes in memory, if the backing holds them in addition to its slot."""
     is_shared = False
-    """Whether it carries several blocks."""
+    """Whether it holds several blocks."""
 
     @property
     @abstractmethod
     def tier(self) -> str:
-        """The tier that has the bytes: ``"host"`` or ``"disk"``."""
+        """The tier that holds the bytes: ``"host"`` or ``"disk"``."""
 
     @abstractmethod
     def storage_for(
         self, offset: int, address: int, nbytes: int, memory: Tensor
     ) -> tuple[Tensor, int]:
-        """A storage for all views of one block, from ``memory`` as it was read; and where the block begins.
+        """Return a storage for all views of one block, and the offset of the block in it.
 
         Args:
-            offset: of the block's first byte in this backing.
-            address: the block had when it was saved.
-            nbytes: of the block.
-            memory: of a load, or ``buffer``.
+            offset: the offset of the block's first byte in this backing.
+            address: the address that the block had when it was saved.
+            nbytes: the size of the block, in bytes.
+            memory: the memory of a load, or ``buffer``.
         """
 
     @abstractmethod
     def read_separately(
         self, offset: int, address: int, nbytes: int, device: torch.device
     ) -> tuple[Tensor, int]:
-        """A storage with one block's bytes, and where they begin, made by the caller alone: nothing that is
-        shared is waited for or changed. ``device`` is the block's; the rest as for :meth:`storage_for`.
+        """Read one block's bytes in the calling thread, to new memory. Return it and the block's offset in it.
 
-        Raises ``StashIOError`` where the store cannot give them.
+        This changes nothing that is shared and does not wait for it. ``device`` is the block's device; the
+        other arguments are those of :meth:`storage_for`. Raises ``StashIOError`` if the store cannot read the
+        bytes.
         """
 
     def cut(self, offset: int, address: int, nbytes: int, memory: Tensor) -> tuple[Tensor, int]:
-        """As :meth:`storage_for`, which also counts that the block has come."""
+        """Like :meth:`storage_for`, but do not count the block as taken."""
         return memory, self.skew
 
     def free(self) -> None:
-        """Drop the memory that was read back; the bytes below stay."""
+        """Free the memory of the load. The bytes in the lower tier stay."""
         self.load = None
         self.ahead = False
 
 
 class Placement:
-    """Where a block is. Abstract: one of the classes below."""
+    """Where a block is. Abstract: see the classes below."""
 
     __slots__ = ()
 
     alias: Tensor | None = None
-    """The tensor's own memory, while the block owns it."""
+    """A tensor on the block's original memory, while the block owns it."""
     backing: Backing | None = None
-    """The place below, once its write has begun."""
+    """The place in a lower tier, once the write to it has begun."""
     transfer: Transfer | None = None
     """The write, until it has completed."""
     is_kept = False
-    """Whether it is in place, and not on its way down."""
+    """Whether it is in place and no write has begun."""
     is_unordered = False
-    """Whether its memory was let go while the copy of it still ran."""
+    """Whether its memory was freed while the copy from it was still running."""
     lost_at: int | None = None
-    """The version that was found in place of the saved one."""
+    """The version that replaced the saved one."""
     derivation: Derivation | None = None
-    """How the bytes are made, where they are not held."""
+    """How the bytes are computed, if they are not held."""
 
 
 class Resident(Placement):
@@ -162,7 +164,7 @@ class Resident(Placement):
 
 
 class Writing(Placement):
-    """On its way down: still in place, while ``transfer`` copies the bytes to the backing."""
+    """Being written to a lower tier: still in place, while ``transfer`` copies the bytes to the backing."""
 
     __slots__ = ("alias", "backing", "transfer")
 
@@ -173,7 +175,7 @@ class Writing(Placement):
 
 
 class Stored(Placement):
-    """Below: only the backing has the bytes."""
+    """In a lower tier: only the backing has the bytes."""
 
     __slots__ = ("backing", "is_unordered")
 
@@ -183,49 +185,49 @@ class Stored(Placement):
 
 
 class NotAtHandError(Exception):
-    """What a block is made from is not in memory, or may go from there."""
+    """The inputs of a derived block are not in memory, or may be evicted."""
 
 
 class Derivation(ABC):
-    """How bytes that are not held are made from others that are: from a smaller payload, or from operands."""
+    """How bytes that are not held are computed from other blocks: from a smaller payload, or from operands."""
 
     __slots__ = ()
 
     where: str
-    """What is said of such a block: ``"packed"`` or ``"recomputed"``."""
+    """The ``where`` of such a block: ``"packed"`` or ``"recomputed"``."""
     dtype: torch.dtype
-    """In which the whole storage is made."""
+    """The dtype in which the whole storage is computed."""
     fingerprint: Any
-    """Of the bytes, where those that are made must be compared with them; else ``None``."""
+    """A fingerprint that the computed bytes must match, or ``None``."""
     threads: int | None
-    """How many threads PyTorch's operations must have; ``None``: any number gives the same bits."""
+    """How many threads PyTorch's operations must use; ``None`` if any number gives the same bits."""
 
     @property
     @abstractmethod
     def entries(self) -> tuple[Any, ...]:
-        """Of other blocks, which the bytes are made from."""
+        """The entries, of other blocks, that the bytes are computed from."""
 
     @abstractmethod
     def given(self, unpack: Callable[[Any], Tensor]) -> Any:
-        """What the bytes are made from; ``unpack`` gives the tensor of an entry."""
+        """Return the inputs of the computation; ``unpack`` returns the tensor of an entry."""
 
     @abstractmethod
     def given_ahead(self, unpack: Callable[[Any], Tensor]) -> Any:
-        """As :meth:`given`, for another thread to use while the program goes on; raises
-        :class:`NotAtHandError` where it cannot be had so."""
+        """Like :meth:`given`, for use in another thread while the program continues. Raises
+        :class:`NotAtHandError` if the inputs are not available for that."""
 
     def whole(self, given: Any, address: int) -> Tensor | None:
-        """The bytes, in memory of their own that is aligned as ``address`` is, from what :meth:`given`
-        returned. ``None``: they are to be made by :meth:`make`."""
+        """Compute the bytes from the result of :meth:`given`, in new memory aligned as ``address`` is. Return
+        ``None`` if :meth:`make` has to compute them."""
         return None
 
     @abstractmethod
     def make(self, given: Any, out: Tensor) -> None:
-        """Fill ``out``, which has ``dtype`` and one dimension, from what :meth:`given` returned."""
+        """Fill ``out``, a flat tensor of ``dtype``, from the result of :meth:`given`."""
 
 
 class Derived(Placement):
-    """Not held: the bytes are made from others when they are needed."""
+    """Not held: the bytes are computed from other blocks when they are needed."""
 
     __slots__ = ("derivation",)
 
@@ -234,7 +236,7 @@ class Derived(Placement):
 
 
 class Lost(Placement):
-    """Modified in place before a whole copy was known to exist: backward raises if it asks for the block."""
+    """Modified in place before a whole copy was known to exist. Backward raises if it needs the block."""
 
     __slots__ = ("lost_at",)
 

@@ -1,12 +1,13 @@
-"""How often one memory is saved in a step: learned, so that a block leaves after its last save, not before.
+"""Predict how often one memory is saved in a step, so that its block is evicted after the last save.
 
-What is to be saved again is held by the program until then, so moving it sooner frees nothing; and what has
-not left when it is saved again is the same memory, whatever was written to it unseen: nothing has to be
-compared. So a block that is expected again waits in place, outside the budgets, as the program's own. It is
-known by its module and how many of that module's blocks came before it in this pass; the most saves that any
-pass has shown are expected. Where that was too many, the block goes when the program lets go of the tensor.
+The program holds a tensor until it saves it for the last time, so evicting its block sooner frees nothing. A
+block that is still in place when its memory is saved again needs no comparison: it is the same memory, even if
+something wrote to it without raising the version. So a block that is expected to be saved again stays in place
+and counts toward no budget. A block is identified by its module and by its number among that module's blocks
+in this pass. The prediction is the most saves that any pass has shown. If that is too many, the block is
+evicted when the program frees the tensor.
 
-A wrong guess costs bytes that are moved a second time, and nothing else.
+A wrong prediction costs bytes that are moved a second time; results do not change.
 """
 
 from __future__ import annotations
@@ -15,40 +16,40 @@ from typing import Any, Protocol
 
 __all__ = ["BlockSaves", "SaveCounts"]
 
-_MOST_BLOCKS = 1 << 20  # of one module in a pass: of more nothing is learned
-_MOST_SAVES = 255  # and more count as so many
+_MOST_BLOCKS = 1 << 20  # of one module in a pass; later blocks are not counted
+_MOST_SAVES = 255  # of one block; more are counted as this many
 _NO_HISTORY = bytearray()
 
 
 class BlockSaves:
-    """How often one block's memory was saved, and how often it will be."""
+    """The saves of one block's memory: how many there were, and how many are expected."""
 
     __slots__ = ("done", "expected", "history", "number")
 
     def __init__(self) -> None:
         self.done = 1
-        self.expected = 0  # 0: it is not known
+        self.expected = 0  # 0: unknown
         self.number = 0  # among the blocks of its module in this pass
         self.history = _NO_HISTORY  # of its module
 
     @property
     def are_as_expected(self) -> bool:
-        """Whether it was saved as often as was expected: no other save of it will come."""
+        """Whether the memory was saved as often as expected, so that no other save will follow."""
         return self.done == self.expected
 
 
 class _Counted(Protocol):
-    """A block, as far as its saves go."""
+    """The attributes of a block that :class:`SaveCounts` uses."""
 
     saves: BlockSaves
     cleanup: Any
 
 
 class SaveCounts:
-    """Learns the most saves of each block. The caller holds the stash's lock.
+    """Learn the most saves of each block. The caller holds the stash's lock.
 
-    A block's ``saves.expected`` is how many saves of it there will be; where that is not known it is 0, or what
-    the caller assumes.
+    A block's ``saves.expected`` is the expected number of its saves. Where this class does not know it, it is
+    0, or a number that the caller assumes.
     """
 
     def __init__(self) -> None:
@@ -57,7 +58,7 @@ class SaveCounts:
         self._pass = 0
 
     def begin(self, block: _Counted, in_pass: int) -> None:
-        """A new block, saved once so far. ``in_pass``: the number of the pass that it belongs to."""
+        """Add a new block, which was saved once so far. ``in_pass`` is the number of its pass."""
         if in_pass != self._pass:
             self._pass = in_pass
             self._begun.clear()
@@ -74,7 +75,7 @@ class SaveCounts:
             history.extend(b"\x01" * (number + 1 - len(history)))
 
     def again(self, block: _Counted) -> None:
-        """It was saved once more."""
+        """Record that the memory of ``block`` was saved once more."""
         saves = block.saves
         done = saves.done = saves.done + 1
         history, number = saves.history, saves.number
@@ -82,7 +83,7 @@ class SaveCounts:
             history[number] = done
 
     def instead(self, block: _Counted, gone: _Counted) -> None:
-        """A new block of the memory that ``gone`` was of, which has left."""
+        """Record a new block of the memory whose former block, ``gone``, has left memory."""
         saves, before = block.saves, gone.saves
         saves.done, saves.history, saves.number = before.done, before.history, before.number
         self.again(block)

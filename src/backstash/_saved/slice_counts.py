@@ -1,11 +1,12 @@
-"""Whether slices of a storage come to be all of it: learned, so that they are held as one block.
+"""Predict whether the saved slices of a storage will cover all of it, so that one block can hold the storage.
 
-A small slice of a large storage is copied, so that the rest is not held for its sake. A loop over time saves a
-slice at each step, and in the end has copied the whole, at the cost of a copy at each save and each use. What
-the slices of a storage came to in the last pass is expected of the one in its place: of as many bytes, saved in
-slices as large by the same module, after as many others like it.
+A small slice of a large storage is copied, so that the slice does not keep the whole storage alive. But a loop
+over time may save a slice at each step until it has saved everything, at the cost of a copy at each save and
+at each use. The prediction for a storage is what happened to the storage in the same place of the last pass.
+The place is given by the module, the storage's size, the slice's size, and how many storages like it came
+before.
 
-A wrong guess costs memory, that of the slices which are not saved, and nothing else.
+A wrong prediction costs the memory of the slices that are not saved; results do not change.
 """
 
 from __future__ import annotations
@@ -14,25 +15,25 @@ from dataclasses import dataclass
 
 __all__ = ["SliceCounts", "Slices"]
 
-_MOST_STORAGES = 1 << 12  # in different places: with more, nothing is known of any
-_MOST_SLICES = 1 << 16  # of a storage: of more nothing is learned
+_MOST_STORAGES = 1 << 12  # places that are remembered; beyond this number all are forgotten
+_MOST_SLICES = 1 << 16  # of a storage; later slices are not counted
 
 
 @dataclass(slots=True)
 class _Tally:
-    """What the slices of one storage came to."""
+    """The saved slices of one storage, added up."""
 
     saves: int = 0
     saved_bytes: int = 0
-    """Of slices that begin in different places."""
+    """The bytes of slices that begin at different offsets."""
 
 
 class Slices:
-    """Those of one storage.
+    """The slices of one storage.
 
     Args:
-        expected: how many saves there will be of slices that make up the storage; 0: they may not.
-        tally: of this storage.
+        expected: how many slices are expected, if they will cover the storage; 0 if that is not expected.
+        tally: where the slices of this storage are added up.
     """
 
     __slots__ = ("_begins", "_tally", "expected")
@@ -43,11 +44,11 @@ class Slices:
         self._begins: set[int] = set()
 
     def is_new(self, begin: int) -> bool:
-        """Whether none was saved that begins at this byte."""
+        """Return whether no slice was saved so far that begins at byte ``begin``."""
         return begin not in self._begins
 
     def add(self, begin: int, nbytes: int) -> None:
-        """One was saved that begins at byte ``begin``; ``nbytes`` count only where it is new."""
+        """Add a slice that begins at byte ``begin``. Only the first slice there adds its ``nbytes``."""
         tally = self._tally
         tally.saves += 1
         if begin not in self._begins and len(self._begins) < _MOST_SLICES:
@@ -56,21 +57,21 @@ class Slices:
 
 
 class SliceCounts:
-    """Learns of storages by their places in a pass. The caller holds the stash's lock."""
+    """Learn from the last pass which storages are saved completely. The caller holds the stash's lock."""
 
     def __init__(self) -> None:
         self._last: dict[tuple[str, int, int, int], _Tally] = {}
-        self._begun: dict[tuple[str, int, int], int] = {}  # how many of a kind this pass has had
+        self._begun: dict[tuple[str, int, int], int] = {}  # storages of a kind, this pass
         self._pass = -1
 
     def begin(self, in_pass: int, module: str, storage_bytes: int, nbytes: int) -> Slices:
-        """The first slice of a storage is being saved.
+        """Return the record for a storage whose first slice is being saved.
 
         Args:
             in_pass: the number of the pass.
-            module: the path of the one that saves it.
-            storage_bytes: of the whole.
-            nbytes: of the slice.
+            module: the path of the module that saves the slice.
+            storage_bytes: the size of the storage, in bytes.
+            nbytes: the size of the slice, in bytes.
         """
         if in_pass != self._pass:
             self._pass = in_pass

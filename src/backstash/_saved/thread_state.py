@@ -1,16 +1,17 @@
-"""What one thread keeps with a stash.
+"""The state that one thread has with a stash.
 
-Four things are kept per thread. Counters, because the path for small tensors must not take a lock. Likewise
-how much may be saved before a planner has to be asked again: see :meth:`ThreadState.may_leave`. And
-ownership: a copy that runs beside the thread that made the tensor may be torn by an in-place operation of
-that thread, whose version is raised only after the bytes have changed. So only that thread, when it next
-enters the stash, or anybody once it has ended, may look at the version and declare the copy whole.
+Each thread has its own state for four reasons:
 
-And blocks that wait. An operation saves its inputs before it runs, and may still fill one that it made
-for itself (``rrelu``'s noise), which raises no version. So a block without a gradient function waits in
-place until its operation has ended: until this thread has made a later node, or leaves the stash.
-
-One that is expected to be saved again waits for that: see ``save_counts``.
+- Counters: the path for small tensors must not take a lock.
+- An allowance: how many bytes the thread may save before it asks a planner again
+  (:meth:`ThreadState.may_leave`).
+- Ownership of copies: the thread that made a tensor may write to it in place while a worker copies it, and the
+  version is raised only after the bytes have changed. So only that thread, when it next enters the stash, may
+  check the version and accept the copy as whole. After the thread has ended, any thread may.
+- Blocks that wait: an operation saves its inputs before it runs, and may still fill one that it allocated
+  itself (``rrelu``'s noise) without raising the version. So a block of a tensor without ``grad_fn`` stays in
+  place until its operation has ended, which is when the thread has made a later node or leaves the stash. A
+  block that is expected to be saved again waits for that save (see ``save_counts``).
 """
 
 from __future__ import annotations
@@ -31,24 +32,24 @@ __all__ = ["Counts", "ThreadState"]
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What one thread, or several, gave to a stash."""
+    """The counts of saved tensors of one thread, or of several."""
 
     saves: int = 0
-    """Tensors given to the slow path."""
+    """Tensors that took the slow path."""
     small_saves: int = 0
-    """Tensors left by the fast path."""
+    """Tensors that the fast path kept in memory because they are small."""
     small_bytes: int = 0
-    """The bytes of those."""
+    """The bytes of the small tensors."""
     nested_saves: int = 0
-    """Tensors left by calls in the middle of another."""
+    """Tensors that nested calls kept in memory (see ``_runtime/critical_section``)."""
     nested_bytes: int = 0
-    """The bytes of those."""
+    """The bytes of the tensors of nested calls."""
     fitting_saves: int = 0
-    """Tensors left by the fast path since a plan leaves them alone."""
+    """Tensors that the fast path kept in memory because a plan keeps them."""
     fitting_bytes: int = 0
     """The bytes of their storages."""
     times_off: int = 0
-    """How often the hooks were taken off for the rest of a context."""
+    """How often the stash removed its hooks for the rest of a context."""
 
     def __add__(self, other: Counts) -> Counts:
         return Counts(
@@ -64,7 +65,7 @@ class Counts:
 
 
 class ThreadState:
-    """What one thread keeps with a stash."""
+    """The state that one thread has with a stash."""
 
     __slots__ = (
         "allowed_bytes",
@@ -98,49 +99,49 @@ class ThreadState:
         self.restart()
 
     def restart(self) -> None:
-        """Nothing waits, and nothing is counted: at first, and in a forked process."""
+        """Clear the queues and the counters. Called at construction and in a forked child."""
         self.waiting: deque[tuple[weakref.ref[Any], bool]] = (
             deque()
-        )  # blocks; whether to go at once
-        self.expecting: deque[weakref.ref[Any]] = deque()  # likewise, that will be saved again
+        )  # blocks; whether to evict each at once
+        self.expecting: deque[weakref.ref[Any]] = deque()  # blocks that wait for another save
         self.latest: deque[tuple[weakref.ref[Any], Tensor]] = deque(maxlen=4)
-        """While recomputing is learnt, the newest blocks and the memory they were saved from: an operation's
-        input, which may have left, is there until what was computed from it is saved."""
+        """The newest blocks and the memory that each was saved from, while the stash learns what to recompute:
+        the input of an operation, which may have been evicted, stays available until its result is saved."""
         self.tape: Any = None
-        """What records this thread's operations, where something may be recomputed."""
+        """The recorder of this thread's operations, if something may be recomputed."""
         self.operation = 0  # the graph's next sequence number when the last of them was saved
         self.saves = self.small_saves = self.small_bytes = 0  # see Counts
         self.nested_saves = self.nested_bytes = 0
         self.fitting_saves = self.fitting_bytes = 0
         self.fitting_storages: deque[int] = deque(maxlen=8)
-        """The latest that were saved as they are: to save one of them again takes no more memory."""
-        self.times_off, self.off_pass = 0, -1  # and the forward pass in which they were last
-        self.large_bytes = self.told_bytes = 0  # of all storages but small ones; and of these, told
+        """The latest storages saved without a block: saving one again takes no more memory."""
+        self.times_off, self.off_pass = 0, -1  # and the last pass in which hooks were removed
+        self.large_bytes = self.told_bytes = 0  # without small storages; and those reported
         self.may_leave(-1)
 
     def may_leave(self, nbytes: int, device: torch.device | None = None, until: int = 0) -> None:
-        """So many bytes of storages of ``device`` may be saved as they are, without a planner being asked;
-        ``until``: as long as the session's ``uses`` is this. -1: none."""
+        """Allow this thread to save ``nbytes`` of storages on ``device`` in memory without asking a planner.
+        The allowance holds while the session's ``uses`` equals ``until``; -1 bytes withdraws it."""
         self.allowed_bytes, self.allowed_on, self.allowed_until = nbytes, device, until
         self.granted_bytes = nbytes
         if nbytes < 0:
             self.fitting_storages.clear()
 
     def take_used_bytes(self) -> int:
-        """How many bytes were saved as they are since :meth:`may_leave`; none may be from now on."""
+        """Return the bytes saved under the allowance since :meth:`may_leave`, and withdraw it."""
         used = self.granted_bytes - self.allowed_bytes
         self.allowed_bytes = self.granted_bytes = -1
         return used
 
     def uncounted_bytes(self) -> int:
-        """Of the storages that were saved since this was asked last, but for small ones; one that was saved
-        twice counts twice."""
+        """Return the bytes of storages, without small ones, that were saved since the last call. A storage
+        that was saved twice counts twice."""
         told, self.told_bytes = self.told_bytes, self.large_bytes
         return self.large_bytes - told
 
     @property
     def counts(self) -> Counts:
-        """What this thread has given so far."""
+        """The counts of this thread so far."""
         return Counts(
             self.saves,
             self.small_saves,
@@ -158,5 +159,5 @@ class ThreadState:
         return thread is not None and thread.is_alive()
 
     def may_judge(self, other: ThreadState) -> bool:
-        """Whether this thread, now inside the stash, may judge a copy that ``other``'s thread began."""
+        """Return whether this thread, inside the stash, may accept a copy that ``other``'s thread began."""
         return other is self or not other.is_alive()

@@ -1,8 +1,8 @@
 """Which elements of its storage a view needs, in one form for all views of the same elements.
 
-A small region of a large storage is copied, so that the rest is not held for its sake. The copy holds the
-elements densely, in the order of their addresses; on the way back they are spread out again. Elements are
-moved as integers of their size, since some dtypes (``uint4``, ``bits8``) have no copy of their own.
+A small region of a large storage is copied, so that it does not keep the whole storage alive. The copy holds
+the elements densely, in the order of their addresses; loading restores the gaps. Elements are copied as
+integers of the same size, since PyTorch has no copy for some dtypes (``uint4``, ``bits8``).
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _CARRIERS = {
     16: torch.complex128,
 }
 ALIGNMENT_BYTES = 64
-"""What the results of the CPU's vector code may depend on: addresses keep their residue modulo this."""
-_DEVICE_ALIGNMENT_BYTES = 256  # what cuBLASLt chooses a kernel by
-_HAS_NAMES = hasattr(Tensor, "names")  # torch 2.13 has none any more
+"""The alignment that results of vectorized CPU code may depend on: a block keeps its address modulo this."""
+_DEVICE_ALIGNMENT_BYTES = 256  # cuBLASLt chooses a kernel by this alignment
+_HAS_NAMES = hasattr(Tensor, "names")  # torch 2.13 removed it
 
 
 class StridedRegion:
@@ -58,7 +58,8 @@ class StridedRegion:
         self.count = 1
         for size in self.sizes:
             self.count *= size
-        # Elements from an aligned address to the first, kept so that vector code meets what it met.
+        # Elements between an aligned address and the first one: a copy must have the same alignment as the
+        # view.
         on_cpu = tensor.device.type == "cpu"
         alignment = ALIGNMENT_BYTES if on_cpu else _DEVICE_ALIGNMENT_BYTES
         self.residue = tensor.data_ptr() % alignment // self.itemsize
@@ -79,7 +80,7 @@ class StridedRegion:
         return self.itemsize, self.first, self.sizes, self.strides
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """The elements, dense, after ``residue`` others, in a storage of their own."""
+        """Return a new storage with ``residue`` zeros and then the elements, densely."""
         source = raw_alias(tensor).view(self.carrier)
         copy = torch.empty(self.residue + self.count, dtype=self.carrier, device=tensor.device)
         copy[: self.residue].zero_()  # so that equal elements make equal copies
@@ -89,7 +90,7 @@ class StridedRegion:
         return copy
 
     def spread(self, dense: Tensor, dtype: torch.dtype) -> Tensor:
-        """A flat tensor in which the elements of ``dense`` lie as in the storage they came from."""
+        """Return a flat tensor with the elements of ``dense`` at their distances in the original storage."""
         out = torch.empty(self.residue + self.extent, dtype=self.carrier, device=dense.device)
         place = out.as_strided(self.sizes, self.strides, self.residue)
         place.copy_(dense.view(self.carrier).view(self.sizes))
@@ -97,13 +98,13 @@ class StridedRegion:
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """The elements of a plain tensor, in the order of their indices, in a storage that has nothing else."""
+    """Return the elements of a plain tensor, in the order of their indices, in a storage of their own."""
     raw = raw_alias(tensor).view(_CARRIERS[tensor.element_size()])
     return raw.clone(memory_format=torch.contiguous_format)
 
 
 def snapshot(tensor: Tensor) -> Tensor:
-    """A copy of a plain tensor with the same strides, alignment, and conj and neg bits."""
+    """Return a copy of a plain tensor with the same strides, alignment, and conj and neg bits."""
     region = StridedRegion(tensor)
     flat = region.copy(tensor)
     flat = (
@@ -115,7 +116,7 @@ def snapshot(tensor: Tensor) -> Tensor:
 
 
 def _runs(tensor: Tensor) -> list[tuple[int, int]]:
-    """Strides and sizes, the smallest stride first; what lies end to end is joined."""
+    """Return (stride, size) pairs, the smallest stride first; adjacent dimensions are merged."""
     runs: list[tuple[int, int]] = []
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size == 1 or stride == 0:
@@ -128,7 +129,7 @@ def _runs(tensor: Tensor) -> list[tuple[int, int]]:
 
 
 def _overlap(runs: list[tuple[int, int]]) -> bool:
-    """Whether two indices may mean one element; a rare "yes" that is wrong costs bytes, not exactness."""
+    """Return whether two indices may refer to one element. A rare false "yes" costs bytes, not exactness."""
     reach = 0
     for stride, size in runs:
         if stride <= reach:
@@ -138,19 +139,19 @@ def _overlap(runs: list[tuple[int, int]]) -> bool:
 
 
 def with_bits_of(tensor: Tensor, raw: Tensor) -> Tensor:
-    """``raw`` with the conj and neg bits of ``tensor``."""
+    """Return ``raw`` with the conj and neg bits of ``tensor``."""
     return toggle_bits(raw, conj=tensor.is_conj(), neg=tensor.is_neg())
 
 
 def raw_alias(tensor: Tensor) -> Tensor:
-    """``tensor``'s memory and version counter, without its graph and its conj and neg bits."""
+    """Return ``tensor``'s memory and version counter without its graph and its conj and neg bits."""
     alias = tensor.detach()
-    # A bit that is set a second time is cleared.
+    # Setting a bit that is set clears it.
     return with_bits_of(alias, alias) if alias.is_conj() or alias.is_neg() else alias
 
 
 def extent_bytes(tensor: Tensor) -> tuple[int, int]:
-    """The first byte of the storage that ``tensor`` needs, and one past the last."""
+    """Return the first byte of the storage that ``tensor`` needs, and the byte after the last."""
     itemsize = tensor.element_size()
     low = int(tensor.storage_offset()) * itemsize
     if tensor.is_contiguous():
@@ -162,9 +163,9 @@ def extent_bytes(tensor: Tensor) -> tuple[int, int]:
 
 
 def reason_to_stay(tensor: Tensor, storage: torch.UntypedStorage | None = None) -> str:
-    """Why a plain ``torch.Tensor``'s bytes cannot be moved and rebuilt exactly; ``""`` when they can.
+    """Return why a plain ``torch.Tensor``'s bytes cannot be moved and rebuilt exactly; ``""`` if they can.
 
-    ``storage``: the tensor's, where the caller has asked for it.
+    ``storage`` is the tensor's storage, if the caller already has it.
     """
     if is_functorch_wrapped(tensor):
         return "a functorch transform's tensor"

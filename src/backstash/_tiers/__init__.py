@@ -1,3 +1,3 @@
-"""The tiers of one device: its own memory, host memory and disk, and the moves between them."""
+"""The tiers of one device (its own memory, host memory, disk), and the moves between them."""
 
 __all__: list[str] = []

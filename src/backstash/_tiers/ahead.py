@@ -1,17 +1,17 @@
-"""What came back up and is held, and the views that entries are given of it.
+"""The loaded bytes that are held in memory, and the views of them.
 
-Bytes that were read or made are held while entries still wait for them, or while they came ahead of need. What
-is held counts against ``prefetch``; beyond that the oldest is dropped, which costs a second read and nothing
-else, since the bytes below are never taken away before the last entry dies. The block in use is never dropped,
-so that q, k and v cut from one projection come from one read however large it is. Nor is one block that is
-larger than the window while entries of it wait, such as a mask that every layer saves: it is held beside the
-window, one at a time, instead of being read for each layer.
+Bytes that were loaded or computed are held while entries still need them, or if they came ahead of need. They
+count against ``prefetch``. Beyond that the oldest are freed, which costs only a second read, since the bytes
+in the tier below stay until the last entry dies. The block in use is never freed, so q, k and v cut from one
+projection come from one read, however large it is. The same holds for one block that is larger than the window
+while its entries need it, such as a mask that every layer saves: it is held in addition to the window, one
+block at a time, instead of being read for each layer.
 
-A backward that retains its graph is perhaps followed by another, as where a pipeline's schedule takes the
-gradients of a stage's input first and those of its weights later. What such a backward has read stays while
-the window has room for it, until that other one has used it. A read ahead of need may take half of the window
-from what stays so, the rest only what is needed now. The newest goes first: who comes first is served first,
-and whoever goes through more than fits, again and again, would find nothing if the oldest went.
+A backward that retains its graph may be followed by another one. For example, a pipeline schedule may compute
+the gradients of a stage's input first and those of its weights later. Bytes that such a backward has loaded
+stay while the window has space for them, until the other backward has used them. A read ahead of need may take
+half of the window from them; only a read that is needed now may take the rest. The newest are freed first: a
+loop over more bytes than fit would never find its next block if the oldest were freed.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ __all__ = ["AheadSet", "ViewServer"]
 
 
 class AheadSet:
-    """The memory that came back up: of a backing until its blocks have come for it, then of each block. Keeps
+    """Holds the loaded memory: of a backing until its blocks have taken their bytes, then of each block. Keeps
     the ``prefetch`` budget. The caller holds the stash's lock.
 
     Args:
-        freed: is given the number of bytes that were let go.
+        freed: called with the number of bytes that were freed.
         window_bytes: the budget.
-        memory: of an accelerator; the CPU's pool says itself when it has none.
+        memory: the memory of an accelerator; ``None`` for the CPU, whose pool raises if there is none.
     """
 
     def __init__(
@@ -52,75 +52,76 @@ class AheadSet:
         self._memory = memory
         self.window_bytes = window_bytes
         self.has_room: Callable[[int], bool] | None = None
-        """Says whether so many bytes may come ahead of need; ``None``: as far as the window goes."""
+        """Returns whether so many bytes may be loaded ahead of need; ``None``: only the window limits them."""
         self._window = WeakQueue[Any](_is_loaded)  # oldest first
-        self._again = WeakQueue[Block](_is_for_another)  # oldest first; in the window, too
+        self._again = WeakQueue[Block](_is_for_another)  # oldest first; also in the window
         self._beyond: weakref.ref[Any] | None = None  # the one backing that may exceed the window
-        self._beside: weakref.ref[Block] | None = None  # the one block that is held beside it
+        self._beside: weakref.ref[Block] | None = None  # the one block held in addition to it
         self.nbytes = self.peak_bytes = 0
         self.again_bytes = 0
-        """Those of :attr:`nbytes` that only another backward of a retained graph would want."""
+        """The part of :attr:`nbytes` that only another backward of a retained graph would need."""
 
     def hold(self, holder: Any) -> None:
-        """A block, or a backing, holds its bytes from now on."""
+        """Count the bytes of a block or a backing as held."""
         holder.cleanup.loaded_bytes = holder.nbytes
         self.nbytes += holder.nbytes
         self._window.append(holder)
 
     def drop_block(self, block: Block) -> None:
-        """It holds none any more."""
+        """Free the loaded bytes of ``block``."""
         block.free()
         self._forget_again(block.cleanup)
         self.forget_bytes(block.cleanup)
 
     def drop_backing(self, backing: Backing) -> None:
-        """It holds none any more."""
+        """Free the loaded bytes of ``backing``."""
         backing.load = None
         backing.ahead = False
         if backing.cleanup.loaded_bytes:
             self.forget_bytes(backing.cleanup)
 
     def forget_bytes(self, cleanup: Cleanup) -> None:
-        """What this counted was let go."""
+        """Stop counting the loaded bytes of ``cleanup``, which were freed."""
         nbytes = cleanup.loaded_bytes
         self.nbytes -= nbytes
         cleanup.loaded_bytes = 0
         self._freed(nbytes)
 
-    # What may come ahead of need.
+    # Bytes ahead of need.
 
     def has_memory(self, nbytes: int) -> bool:
-        """Whether there is memory for so many bytes ahead of need, whatever the window is."""
+        """Return whether there is memory for so many bytes ahead of need, regardless of the window."""
         if self._memory is not None and not self._memory.has(nbytes):
             return False
         return self.has_room is None or self.has_room(nbytes)
 
     def fits(self, nbytes: int) -> bool:
-        """Whether the window holds so many bytes more."""
+        """Return whether the window has space for so many bytes more."""
         return self.nbytes <= self.window_bytes + self._beside_bytes() - nbytes
 
     def make_room(self, nbytes: int) -> bool:
-        """The same; half of the window may be taken from what only another backward would want."""
+        """Like :meth:`fits`, but may free half of the window from bytes for another backward."""
         room = self.window_bytes + self._beside_bytes() - nbytes
         if self.nbytes > room and self.nbytes - self.again_bytes <= room // 2:
             self._give_way(room)
         return self.nbytes <= room
 
     def may_go_beyond(self, nbytes: int) -> bool:
-        """Whether a backing that is larger than the window may come ahead all the same: one at a time."""
+        """Return whether a backing larger than the window may be loaded ahead of need. One at a time may."""
         if not 0 < self.window_bytes < nbytes:
             return False
         one = self._beyond() if self._beyond is not None else None
         return one is None or not one.cleanup.loaded_bytes
 
     def goes_beyond(self, backing: Backing) -> None:
-        """It does."""
+        """Record that ``backing``, larger than the window, is loaded ahead of need."""
         self._beyond = weakref.ref(backing)
 
     def hold_served(self, block: Block) -> None:
-        """Hold what a block is served from; beside the window, where it is larger than that and no other block
-        of its forward pass is held there. One of another pass, of which backward has left entries unused, gives
-        way."""
+        """Hold the loaded bytes of ``block``. If it is larger than the window, and no other block of its
+        forward pass has that place, it is held in addition to the window. A block of another pass, of which
+        backward left entries unused, loses the place.
+        """
         self.hold(block)
         if block.nbytes <= self.window_bytes or self.window_bytes <= 0:
             return
@@ -132,10 +133,10 @@ class AheadSet:
         one = self._beside() if self._beside is not None else None
         return one.cleanup.loaded_bytes if one is not None else 0
 
-    # What stays for another backward of a graph that is retained.
+    # Bytes for another backward of a retained graph.
 
     def stays(self, block: Block) -> bool:
-        """Whether ``block``, whose entries have all had their use, may stay; then it does."""
+        """Return whether ``block``, whose entries were all used, stays for another backward."""
         if not (keeps_graph() and current_node()) or not self.has_memory(0):
             return False
         block.cleanup.again_bytes = block.nbytes
@@ -144,7 +145,7 @@ class AheadSet:
         return True
 
     def wanted_now(self, block: Block) -> None:
-        """The other backward has come for it."""
+        """Record that the other backward uses ``block``."""
         self._forget_again(block.cleanup)
         block.turn += 1
         block.served = 0
@@ -154,19 +155,19 @@ class AheadSet:
         cleanup.again_bytes = 0
 
     def _give_way(self, to_bytes: int) -> None:
-        """Bring what is held under ``to_bytes``, as far as what stays for another backward goes."""
+        """Free bytes that are held for another backward until at most ``to_bytes`` are held."""
         refs = self._again.refs
         while refs and self.nbytes > to_bytes:
             block = refs.pop()()
             if block is not None and block.cleanup.again_bytes:
                 self.drop_block(block)
 
-    # All of it.
+    # All held bytes.
 
     def shrink(self, *, to_bytes: int, using: Block | None = None) -> None:
-        """Bring what is held under ``to_bytes``, the longest held first; what is in use stays.
+        """Free the bytes that were held longest until at most ``to_bytes`` are held. Bytes in use stay.
 
-        The block beside the window stays too, and is not counted, unless all has to go.
+        The block in addition to the window stays, too, and does not count, unless ``to_bytes`` is 0.
         """
         window = self._window
         stay: list[Any] = []
@@ -188,19 +189,19 @@ class AheadSet:
             window.appendleft(holder)
 
     def forget(self) -> None:
-        """No block is alive any more."""
+        """Forget all blocks, since none is alive."""
         self._window.clear()
         self._again.clear()
 
     def restore(
         self, backings: list[Backing], blocks: list[Block], cleanups: dict[type, list[Any]]
     ) -> None:
-        """Rebuild what follows from what there is: see ``Session``.
+        """Rebuild the counts and queues from the living blocks: see ``Session``.
 
         Args:
-            backings: that are alive, oldest first.
-            blocks: that are alive, oldest first.
-            cleanups: by their class, the dead ones' too.
+            backings: the living backings, oldest first.
+            blocks: the living blocks, oldest first.
+            cleanups: by class, including those of dead objects.
         """
         self._window = WeakQueue[Any](_is_loaded)
         self._again = WeakQueue[Block](_is_for_another)
@@ -222,11 +223,11 @@ class AheadSet:
 
 
 class ViewServer:
-    """Gives entries the views of what is in memory. The caller holds the stash's lock.
+    """Returns the views of entries whose bytes are in memory. The caller holds the stash's lock.
 
     Args:
-        ahead: holds it.
-        memory: of an accelerator; ``None`` for the CPU.
+        ahead: holds the bytes.
+        memory: the memory of an accelerator; ``None`` for the CPU.
     """
 
     def __init__(self, ahead: AheadSet, memory: DeviceMemory | None) -> None:
@@ -234,13 +235,13 @@ class ViewServer:
         self._memory = memory
 
     def at_hand(self, entry: Entry) -> Tensor | None:
-        """The saved view, where the block's bytes are in memory."""
+        """Return the saved view if the block's bytes are in memory."""
         block = entry.block
         loaded = block.loaded
         if loaded is not None:
             if loaded.is_good:
                 return self._serve(entry, block, loaded)
-            # A custom backward changed what it was given, or another backward asks for it: once more.
+            # A custom backward modified the bytes, or another backward needs them: load or compute them again.
             self._ahead.drop_block(block)
         backing = block.placement.backing
         if backing is not None and backing.buffer is not None:
@@ -256,9 +257,9 @@ class ViewServer:
         arrival: Any,
         low: int = 0,
     ) -> Tensor:
-        """Make the one storage that all of the block's views share, and serve the first of them.
+        """Create the storage that all views of the block share, and return the view of ``entry``.
 
-        Without a ``backing``, it is ``memory``, in which the block begins at ``low``.
+        Without a ``backing``, it is the storage of ``memory``, in which the block begins at ``low``.
         """
         root = memory
         if backing is not None:
@@ -278,20 +279,20 @@ class ViewServer:
         if root.dtype != entry.dtype:
             with without_function_modes(), without_dispatch_modes():
                 root = entry.in_its_dtype(root)  # once for all entries
-        # One assignment: an interrupt finds all of it or nothing.
+        # A single assignment, so that an interrupt finds all of it or nothing.
         derivation = block.placement.derivation
         is_asked = self._memory is not None and derivation is not None and derivation.fingerprint
         loaded = block.loaded = Loaded(root, low, arrival, task_or_none() if is_asked else -1)
         slices = block.storage_version.slices
         if slices is None or not slices.expected:
-            # Otherwise in use, not ahead of need: each slice would have to read all of it.
+            # Not for a block of expected slices: the window must not free it, since each slice would read all
+            # of it again.
             self._ahead.hold_served(block)
         return self._serve(entry, block, loaded)
 
     def _check(self, entry: Entry, mark: Mark, root: Tensor, low: int, arrival: Any) -> None:
-        """A save relied on these bytes: the memory had them when they left, and again when it was saved.
-
-        Between the two, while they were being copied, it may have had others.
+        """Check loaded bytes that a later save relied on. They matched when the block left memory and when it
+        was saved again, but the memory may have held other bytes while it was copied.
         """
         storage, nbytes = root.untyped_storage(), entry.block.nbytes
         if self._memory is None:
@@ -308,13 +309,13 @@ class ViewServer:
         if loaded.arrival is not None:
             loaded.arrival.order()
         view = entry.view_of(loaded.root, loaded.low)
-        if block.cleanup.again_bytes:  # this is the other backward
+        if block.cleanup.again_bytes:  # this backward is the other one
             self._ahead.wanted_now(block)
         if entry.turn != block.turn:
             entry.turn = block.turn
             block.served += 1
         if block.served >= block.entries and not self._ahead.stays(block):
-            self._ahead.drop_block(block)  # every entry has had its use: the next one reads again
+            self._ahead.drop_block(block)  # every entry was used: the next use loads it again
         return view
 
 

@@ -1,8 +1,8 @@
-"""What a store moves in one piece.
+"""The backings of blocks on disk: one slot of a store for a large block, or for a segment of small blocks.
 
-A large block has a backing of its own, written straight from the tensor's memory. Small blocks travel
-together in a *segment*: they are copied into it one after another when they leave, so their memory is free
-at once, and the segment is written when it is full. A 64 KiB write costs nearly what a 4 MiB one does.
+A large block has a backing of its own, written directly from the tensor's memory. Small blocks are copied into
+a *segment* when they are evicted, so their memory is free at once, and the segment is written when it is full.
+A write of 64 KiB costs nearly as much as one of 4 MiB.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["DiskBacking", "DiskCleanup", "DiskLoad", "SegmentBacking"]
 
 
 class DiskLoad(Load):
-    """A read from a store to memory; done when :meth:`exception` answers."""
+    """A read from a store to memory. It is done when :meth:`exception` returns."""
 
     __slots__ = ("memory", "work")
 
@@ -36,7 +36,7 @@ class DiskLoad(Load):
 
     def __init__(self, backing: DiskBacking, memory: Tensor) -> None:
         self.memory = memory
-        # Not the backing itself, which owns this.
+        # The work must not refer to the backing, which owns this load.
         address = memory.data_ptr() + backing.skew
         self.work = Work(_read, backing.store, backing.slot, address, memory)
 
@@ -51,27 +51,27 @@ class DiskLoad(Load):
 
 
 def _read(store: Store, slot: Slot, address: int, owner: Tensor) -> None:
-    """``owner`` keeps the memory at ``address`` alive until the read has ended."""
+    """Read a slot. ``owner`` keeps the memory at ``address`` alive until the read has ended."""
     with profiled("read"):
         store.read(slot, address)
 
 
 class DiskCleanup(Cleanup):
-    """What a backing or a segment leaves: its slot in the store, and the write that may still run into it."""
+    """What remains of a dead backing: its slot in the store, and the write that may still fill it."""
 
     __slots__ = ("inflight_bytes", "slot", "store", "transfer")
 
     def __init__(self, reclaim_queue: ReclaimQueue, store: Store, slot: Slot) -> None:
         self.mark = reclaim_queue.mark
-        self.number = 0  # only the CPU's blocks have one
+        self.number = 0  # the CPU: only its blocks have a DiskCleanup
         self.loaded_bytes = 0
         self.store = store
         self.slot: Slot | None = slot
         self.transfer: Work | None = None
-        self.inflight_bytes = 0  # that count as in flight although nothing writes them yet
+        self.inflight_bytes = 0  # bytes counted as in flight although their write has not begun
 
     def is_busy(self) -> bool:
-        """See :meth:`Cleanup.is_busy`: its slot is needed until the write has ended."""
+        """See :meth:`Cleanup.is_busy`: the write needs the slot until it has ended."""
         transfer = self.transfer
         return transfer is not None and not (transfer.finished or transfer.cancel())
 
@@ -96,7 +96,7 @@ class DiskCleanup(Cleanup):
 
 
 class DiskBacking(Backing):
-    """A slot in a store, the write that fills it and, while needed, the memory it was read back to."""
+    """A slot in a store, the write that fills it and, while needed, the memory that it was loaded to."""
 
     __slots__ = ("__del__", "cleanup", "slot", "store")
     __del__: Callable[[], None]
@@ -109,7 +109,7 @@ class DiskBacking(Backing):
         reclaim_queue.leased.add(self.cleanup)
         self.store = store
         self.slot = slot
-        # The block's address modulo a page: the memory it comes back to has the same.
+        # The block's address modulo a page; the memory that it is loaded to has the same alignment.
         self.skew = skew
         self.nbytes = slot.nbytes
         self.load: Load | None = None
@@ -120,7 +120,7 @@ class DiskBacking(Backing):
     def storage_for(
         self, offset: int, address: int, nbytes: int, memory: Tensor
     ) -> tuple[Tensor, int]:
-        """See :meth:`Backing.storage_for`: the memory itself."""
+        """See :meth:`Backing.storage_for`: returns the memory itself."""
         self.wanted = 0
         return memory, self.skew
 
@@ -134,7 +134,7 @@ class DiskBacking(Backing):
 
 
 class SegmentBacking(DiskBacking):
-    """Many small blocks in one slot; ``buffer`` has their bytes until the write has completed."""
+    """Many small blocks in one slot. ``buffer`` holds their bytes until the write has completed."""
 
     __slots__ = ("address", "buffer", "filled")
 
@@ -150,7 +150,7 @@ class SegmentBacking(DiskBacking):
         self.filled = 0
 
     def place(self, address: int, nbytes: int) -> int | None:
-        """Where ``nbytes`` from ``address`` fit, as aligned as they were; ``None`` when they do not."""
+        """Return the offset where ``nbytes`` fit, aligned as ``address`` is; ``None`` if they do not fit."""
         start = -(-self.filled // ALIGNMENT_BYTES) * ALIGNMENT_BYTES + address % ALIGNMENT_BYTES
         return start if start + nbytes <= self.nbytes else None
 
@@ -159,7 +159,7 @@ class SegmentBacking(DiskBacking):
     ) -> tuple[Tensor, int]:
         """See :meth:`Backing.storage_for`.
 
-        A copy: what is handed out may be changed, and the segment's other blocks live beside it.
+        Returns a copy: the caller may modify it, and the segment holds other blocks, too.
         """
         self.wanted -= 1
         return self.cut(offset, address, nbytes, memory)
@@ -175,8 +175,8 @@ class SegmentBacking(DiskBacking):
     def read_separately(
         self, offset: int, address: int, nbytes: int, device: torch.device
     ) -> tuple[Tensor, int]:
-        """See :meth:`Backing.read_separately`: all of the segment is read."""
-        memory, low = self.buffer, 0  # taken once: another thread may complete its write
+        """See :meth:`Backing.read_separately`: reads the whole segment."""
+        memory, low = self.buffer, 0  # read once: another thread may complete the write
         if memory is None:
             memory, low = super().read_separately(offset, address, nbytes, device)
         return self.cut(low + offset, address, nbytes, memory)

@@ -1,4 +1,4 @@
-"""What every tier below a device's own memory is."""
+"""The interface of the tiers below a device's own memory."""
 
 from __future__ import annotations
 
@@ -13,84 +13,84 @@ __all__ = ["LowerTier"]
 
 
 class LowerTier(ABC):
-    """Where the blocks of one device go when they leave its memory. The caller holds the stash's lock."""
+    """The tier to which one device evicts its blocks. The caller holds the stash's lock."""
 
     runs_ahead: bool
-    """Whether compute goes on while a block larger than the window is written, and whether a block larger
-    than the ``prefetch`` window is read ahead all the same, one at a time."""
+    """Whether computation continues while a block larger than the window is written, and whether a block
+    larger than the ``prefetch`` window may be read ahead, one at a time."""
     host_bytes = 0
     """Bytes of pinned host memory in use."""
     host_peak_bytes = 0
-    """The most bytes of host memory that were pinned."""
+    """The peak of pinned host memory, in bytes."""
     disk_peak_bytes = 0
-    """The most bytes of the store that were in use."""
+    """The peak of the store's bytes in use."""
     stall_seconds = 0.0
-    """How long the computing thread waited for room here."""
+    """How long the computing thread waited for space in this tier."""
     note = ""
-    """A fallback that was taken, with its reason."""
+    """A fallback that the tier uses, with its reason."""
     capacity_bytes: int | None = None
-    """The most bytes that it can hold; ``None``: no limit is known."""
+    """The most bytes that the tier can hold; ``None`` if no limit is known."""
 
     def unfilled_bytes(self) -> int:
-        """Of the store's bytes in use, those that are reserved for what is yet to come."""
+        """Return how many of the store's bytes in use are reserved but not filled yet."""
         return 0
 
     @property
     @abstractmethod
     def used_bytes(self) -> int:
-        """Bytes in use, by which health sees that there may be room again."""
+        """Bytes in use. If they shrink, a full tier may have space again."""
 
     @abstractmethod
     def begin(self, block: Block) -> tuple[Backing, Transfer]:
         """Begin to write ``block`` from its own memory, which the transfer owns.
 
-        Raises ``StashFullError`` where there is no room; nothing has begun then.
+        Raises ``StashFullError`` if there is no space; nothing has begun then.
         """
 
     @abstractmethod
     def fetch(self, backing: Any, *, ahead: bool) -> Load:
-        """Begin to bring back the bytes of a backing that this tier made.
+        """Begin to load the bytes of a backing that this tier created.
 
         Args:
-            backing: of a block that :meth:`begin` was given.
-            ahead: of need.
+            backing: the backing that :meth:`begin` returned.
+            ahead: whether the load is ahead of need.
 
-        Raises ``MemoryError`` or ``torch.OutOfMemoryError`` where there is no memory for them; nothing has
+        Raises ``MemoryError`` or ``torch.OutOfMemoryError`` if there is no memory for the bytes; nothing has
         begun then.
         """
 
     def poll(self) -> None:
-        """Send on what has come part of its way."""
+        """Continue loads whose first stage has ended."""
         return None
 
     def sweep(self) -> None:
-        """Take back what transfers that ended no longer use, so that figures are of now."""
+        """Release what ended transfers no longer use, so that the counts are current."""
         return None
 
     def defer(self, cleanup: Any) -> None:
-        """Give back a dead backing's buffer and slot when no copy uses them any more.
+        """Release a dead backing's buffer and slot once no copy uses them.
 
-        A tier without buffers is given none.
+        Not called for a tier without buffers.
         """
         return None
 
     def forget(self) -> None:
-        """No block is alive any more."""
+        """Forget all blocks, since none is alive."""
         return None
 
     def resume(self, transfer: Any) -> None:
-        """Begin a transfer of this tier that was perhaps given to no worker; a device's goes on by itself."""
+        """Begin a transfer that may not have reached a worker. A device's own copy needs no restart."""
         return None
 
     def close(self) -> None:
-        """Give back what nothing uses."""
+        """Release unused resources."""
         return None
 
     def restore(self, blocks: list[Block], cleanups: list[Any]) -> None:
-        """Rebuild counts and queues from what there is: see ``_session``.
+        """Rebuild counts and queues from the living blocks: see ``_core/session``.
 
         Args:
-            blocks: of this device that are alive, oldest first.
-            cleanups: of all their backings and loads, the dead ones that are yet to be settled too.
+            blocks: the living blocks of this device, oldest first.
+            cleanups: of all their backings and loads, including dead ones that are not settled yet.
         """
         return None

@@ -1,4 +1,4 @@
-"""The tiers of one device: of the CPU, and of each accelerator whose tensors a stash has been given."""
+"""The tiers of one device: of the CPU, or of an accelerator whose tensors a stash manages."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ __all__ = ["DeviceTiers", "TierConfig"]
 
 
 class DeviceTiers(Ledger):
-    """One device's memory and the tier below it, with budgets of their own.
+    """One device's memory and the tier below it, with their own budgets.
 
     Args:
-        number: of the device in the stash; the CPU's is 0.
-        evictor: moves blocks down.
-        prefetcher: brings them back.
-        packer: makes blocks smaller, and gives back what they were.
-        tier: below the device's memory; ``None`` where there is none.
-        device: what drives it; ``None`` for the CPU.
+        number: the number of the device in the stash; the CPU's is 0.
+        evictor: writes blocks to the tier below.
+        prefetcher: loads blocks.
+        packer: packs and decodes blocks.
+        tier: the tier below the device's memory; ``None`` if there is none.
+        device: the driver of the device; ``None`` for the CPU.
         windows: sets the windows as blocks are saved; ``None``: they are fixed.
     """
 
@@ -85,7 +85,7 @@ class DeviceTiers(Ledger):
         self.tier.defer(cleanup)
 
     def forget(self) -> None:
-        """No block is alive any more: nothing need be remembered of those that were."""
+        """Forget all blocks, since none is alive."""
         self.evictor.forget()
         self.prefetcher.ahead.forget()
         if self.tier is not None:
@@ -94,17 +94,17 @@ class DeviceTiers(Ledger):
     def restore(
         self, blocks: list[Block], waiting: set[int], cleanups: dict[type, list[Any]]
     ) -> None:
-        """Rebuild what follows from what there is: see ``_session``.
+        """Rebuild the counts and queues from the living blocks: see ``_core/session``.
 
         Args:
-            blocks: of this device that are alive, oldest first.
-            waiting: the ``id`` of each that waits for its operation's end.
-            cleanups: of this device by their class, the dead ones' too.
+            blocks: the living blocks of this device, oldest first.
+            waiting: the ``id`` of each block that waits for its operation to end.
+            cleanups: of this device by class, including those of dead objects.
         """
         begun = self.evictor.restore(blocks, waiting, cleanups)
         if self.tier is not None:
             self.tier.restore(blocks, cleanups[HostCleanup])
-            for transfer in begun:  # that perhaps no worker was given
+            for transfer in begun:  # that may not have reached a worker
                 self.tier.resume(transfer)
         backings = {id(block.placement.backing): block.placement.backing for block in blocks}
         alive = [each for each in backings.values() if each is not None]
@@ -113,42 +113,42 @@ class DeviceTiers(Ledger):
 
 @dataclass(frozen=True, slots=True)
 class TierConfig:
-    """What the tiers of every device of a stash are made from."""
+    """The shared parts from which a stash builds the tiers of each device."""
 
     store: Store | None
     """The disk tier's store."""
     begin: Callable[[Work], None]
-    """Hands a piece of work to a worker."""
+    """Hands a :class:`Work` to a worker."""
     makers: Workers
-    """One thread, which makes derived blocks ahead of need."""
+    """One thread, which computes derived blocks ahead of need."""
     reclaim_queue: ReclaimQueue
-    """Gets the cleanups of what dies."""
+    """Receives the cleanups of dead objects."""
     section: CriticalSection
-    """The stash's."""
+    """The critical section of the stash."""
     event_log: EventLog
-    """Gets everything that happens, where somebody records."""
+    """Receives all events, while there is a recording."""
     pool: BufferPool
-    """Memory that the disk is read to on the CPU."""
+    """Provides memory for reads from disk on the CPU."""
     freed: Callable[[int], None]
-    """Is given the number of bytes of the CPU's memory that were let go."""
+    """Called with the number of bytes of CPU memory that were freed."""
     host: int | None
-    """The ``host`` budget in bytes, for each device; -1: for all of them, half of what there is to spare."""
+    """The ``host`` budget of each device, in bytes; -1: all devices share half of the spare host memory."""
     inflight: int
-    """The window on the way down in bytes, likewise."""
+    """The window for writes of each device, in bytes."""
     prefetch: int
-    """The window on the way up in bytes, likewise."""
+    """The window for loads of each device, in bytes."""
     follows: tuple[bool, bool]
-    """Whether each of the two follows what a step saves: see :class:`FollowingWindows`. Of the CPU alone."""
+    """Whether each window follows what a step saves (:class:`FollowingWindows`). For the CPU only."""
     on_full: str
     """``"keep"`` or ``"raise"``."""
     makes_ahead: bool
-    """Whether derived blocks may be made ahead of need."""
+    """Whether derived blocks may be computed ahead of need."""
     pools: list[PinnedPool] = field(default_factory=list)
-    """Of the devices so far."""
+    """The pinned pools of the devices so far."""
 
     def tiers(self, device: Device | None, number: int) -> DeviceTiers:
-        """The tiers of the CPU (``None``: its memory, then the disk) or of an accelerator (its memory, pinned
-        host memory, then the disk)."""
+        """Return the tiers of the CPU (``None``: memory, then disk) or of an accelerator (device memory,
+        pinned host memory, then disk)."""
         disk = self._disk_tier() if device is None else None
         tier = disk if device is None else self._host_tier(device, number)
         memory = DeviceMemory(device) if device is not None else None
@@ -159,7 +159,7 @@ class TierConfig:
         inflight = InflightWrites(
             resident, health, freed, self.event_log, window_bytes=self.inflight
         )
-        segments = None  # how small blocks get to a store; host memory takes them one by one
+        segments = None  # small blocks share writes to a store; host memory takes them one by one
         if disk is not None:
             segments = Segments(disk, self.pool, resident, inflight, self.event_log)
         is_off = device is not None or not self.makes_ahead
@@ -196,14 +196,14 @@ class TierConfig:
         return HostTier(device, pool, writeback, self.reclaim_queue, self.section, number=number)
 
     def _more_host(self) -> int:
-        """Bytes that all pools together may have beyond what they have: then as much is left to spare."""
+        """Return how many bytes all pools may grow by, so that as many stay spare."""
         return (spare_bytes() - sum(pool.slab_bytes for pool in self.pools)) // 2
 
     def tiers_of(self, device: torch.device, number: int) -> DeviceTiers | str:
-        """The tiers of an accelerator, or the reason why it has none."""
+        """Return the tiers of an accelerator, or the reason why it has none."""
         driver = accelerator(device)
         return driver if isinstance(driver, str) else self.tiers(driver, number)
 
 
 def _ignore(nbytes: int) -> None:
-    """An accelerator's allocator uses again what is freed."""
+    """Do nothing: an accelerator's allocator reuses freed memory."""

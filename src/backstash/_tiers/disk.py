@@ -1,7 +1,8 @@
-"""From the CPU's memory to a store: slots, the writes that fill them, and the reads that bring them back.
+"""The disk tier of the CPU: slots in a store, the writes that fill them, and the reads.
 
-A slot is taken when a block goes, and given back when its backing has died and nothing writes to it any more.
-A store without room is asked once more, when the slots of dead backings have been taken back.
+A slot is reserved when a block is evicted. It is released when its backing is dead and nothing writes to it
+any more. If the store is full, the slots of dead backings are released, and the reservation is tried once
+more.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ class DiskTier(LowerTier):
     """Begins the writes to one store, and the reads. The caller holds the stash's lock.
 
     Args:
-        store: where the bytes go.
-        begin_work: hands a piece of work to a worker.
-        reclaim_queue: gets the cleanups of its backings.
-        event_log: gets each write, where somebody records.
-        pool: the memory that bytes are read back to.
+        store: holds the bytes.
+        begin_work: hands a :class:`Work` to a worker.
+        reclaim_queue: receives the cleanups of its backings.
+        event_log: receives an event for each write, while there is a recording.
+        pool: provides the memory for reads.
     """
 
     runs_ahead = False
@@ -56,7 +57,7 @@ class DiskTier(LowerTier):
         self._pool = pool
         self.disk_peak_bytes = 0
         self.open_segment: weakref.ref[SegmentBacking] | None = None
-        """What is being filled, with a slot that is reserved for all of it."""
+        """The segment that is being filled; its slot is reserved in full."""
         self.stalls = Stalls(event_log)
 
     @property
@@ -80,11 +81,11 @@ class DiskTier(LowerTier):
         return self.store.used_bytes
 
     def begin(self, block: Block) -> tuple[DiskBacking, Work]:
-        """See :meth:`LowerTier.begin`. To a slot of the block's own."""
+        """See :meth:`LowerTier.begin`. The block gets a slot of its own."""
         slot = self.reserve(block.nbytes)
         backing = DiskBacking(self.store, slot, block.address % PAGE_BYTES, self.reclaim_queue)
         self.store.stage(slot, block.address)
-        # The work owns the alias until it is done: the memory outlives the write, whatever dies.
+        # The work owns the alias until it is done, so the memory outlives the write in any case.
         work = self.write_of(backing, block.address, block.placement.alias, block)
         self.begin_work(work)
         return backing, work
@@ -92,15 +93,16 @@ class DiskTier(LowerTier):
     def write_of(
         self, backing: DiskBacking, address: int, owner: object, block: Block | None = None
     ) -> Work:
-        """The write of the bytes at ``address``, which the caller has to begin.
+        """Return the write of the bytes at ``address``. The caller has to begin it.
 
-        The backing knows of it before a worker does: else its slot might be given away and written later.
+        The backing refers to the write before a worker gets it. Otherwise its slot might be released and
+        reserved again while the write is still to come.
 
         Args:
-            backing: whose slot it fills.
-            address: of the first byte.
+            backing: the backing whose slot it fills.
+            address: the address of the first byte.
             owner: keeps the memory alive until the write has ended.
-            block: whose bytes they are, if they are of one.
+            block: the block, if the bytes belong to a single one.
         """
         write: Callable[..., None] = _write
         if self._event_log.on:
@@ -111,9 +113,9 @@ class DiskTier(LowerTier):
         return work
 
     def reserve(self, nbytes: int, *, is_open: bool = False) -> Slot:
-        """A slot for ``nbytes``. Raises ``StashFullError`` where there is none.
+        """Return a slot for ``nbytes``. Raises ``StashFullError`` if the store has no space.
 
-        ``is_open``: it is filled bit by bit, and counted as it is.
+        ``is_open``: the slot is filled in pieces, which are counted as they come.
         """
         try:
             slot = self.store.reserve(nbytes)
@@ -126,21 +128,21 @@ class DiskTier(LowerTier):
         return slot
 
     def count_peak(self) -> None:
-        """More is on disk, or will be when it is written."""
+        """Update the peak of bytes on disk, including bytes that are still to be written."""
         used = self.store.used_bytes
         if used > self.disk_peak_bytes:
             unfilled = self.unfilled_bytes() if self.open_segment is not None else 0
             self.disk_peak_bytes = max(used - unfilled, self.disk_peak_bytes)
 
     def _reclaim(self) -> bool:
-        """Take back the slots of dead backings, waiting for the writes that still run into them."""
+        """Release the slots of dead backings, and wait for writes to them. Return whether there was one."""
         found = False
         for cleanup in list(self.reclaim_queue):
             found |= cleanup.free_slot(self.store, self.stalls.wait)
         return found
 
     def fetch(self, backing: Any, *, ahead: bool) -> Load:
-        """See :meth:`LowerTier.fetch`. To memory of the pool; a worker or the thread that waits reads it."""
+        """See :meth:`LowerTier.fetch`. A worker or the waiting thread reads the bytes to the pool's memory."""
         return DiskLoad(backing, self._pool.take(backing.skew + backing.nbytes))
 
     def resume(self, transfer: Any) -> None:
@@ -153,7 +155,7 @@ class DiskTier(LowerTier):
 
 
 def _write(store: Store, slot: Slot, address: int, owner: object) -> None:
-    """On a worker: ``owner`` keeps the memory at ``address`` alive until the write has ended."""
+    """Write a slot, on a worker. ``owner`` keeps the memory at ``address`` alive until the write has ended."""
     with profiled("write"):
         store.write(slot, address)
 

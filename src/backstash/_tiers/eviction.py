@@ -1,8 +1,8 @@
-"""Eviction: which blocks stay in place, and which go to the tier below.
+"""Eviction: which blocks stay in place, and which are written to the tier below.
 
-A block that comes is resident; what is then beyond the budget is written down, the oldest block first, and is
-in flight until its write completes. A small one travels in a segment, any other by itself: to a store or, on
-an accelerator, to host memory. A block that finds no room stays where it is.
+A new block is resident. If the budget is exceeded, the oldest blocks are written, and are in flight until
+their writes complete. Small blocks are written in segments. Others are written separately, to a store or, on
+an accelerator, to host memory. A block that finds no space stays where it is.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class Evictor:
     """Keeps the ``keep`` and ``inflight`` budgets. The caller holds the stash's lock.
 
     Args:
-        resident: what is in place.
-        health: of the tier below.
-        inflight: what is on its way.
-        tier: below the device's memory, if there is one. Where it ``runs_ahead``, compute goes on while a
-            block larger than the window is alone in it; else such a block is moved within the call.
-        segments: how small blocks get there; ``None``: as any other.
+        resident: the blocks in place.
+        health: the health of the tier below.
+        inflight: the writes that have begun.
+        tier: the tier below the device's memory, if there is one. If it ``runs_ahead``, computation continues
+            while a block larger than the window is alone in it. Otherwise the call waits for such a block.
+        segments: writes small blocks; ``None``: they are written like others.
     """
 
     def __init__(
@@ -54,13 +54,13 @@ class Evictor:
         self._tier = tier
         self._segments = segments
         self.ran_out: Callable[..., str] | None = None
-        """A planner's: called when the device has run out of memory, ``earlier`` than in this step or in it;
-        returns what is said of it."""
+        """Set by a planner: called when the device ran out of memory, in an ``earlier`` step or in this one.
+        Returns the note for reports."""
 
     def admit(self, block: Block, *, at_once: bool, complete: bool) -> None:
-        """Take a new block in place; then bring the budgets in order. ``at_once`` skips ``keep``.
+        """Add a new block in place, then enforce the budgets. ``at_once`` ignores ``keep``.
 
-        One that may not be ``complete`` waits until the operation that saves it has ended.
+        A block that may not be ``complete`` waits until the operation that saves it has ended.
         """
         self.resident.admit(block)
         if complete:
@@ -70,19 +70,19 @@ class Evictor:
             block.thread_state.operation = sequence_number()
 
     def expect(self, block: Block) -> None:
-        """Take a new block that is expected to be saved again: until then its memory is the program's, in no
-        budget."""
+        """Add a new block that is expected to be saved again. Until then its memory is the program's and
+        counts toward no budget."""
         if self.resident.event_log.on:
             self.resident.saved(block)
         block.thread_state.expecting.append(weakref.ref(block))
 
     def adopt(self, block: Block) -> None:
-        """Take a block in place whose thread is another or has ended: it goes when a budget next asks."""
+        """Add a block in place of another thread, or of one that has ended. It may be evicted later."""
         self.resident.admit(block)
         self.resident.queue.append(block)
 
     def apply(self, thread_state: ThreadState, block: Block, at_once: bool) -> None:
-        """Bring the budgets in order for a block that is complete."""
+        """Enforce the budgets for a block that is complete."""
         resident, inflight = self.resident, self.inflight
         if inflight.writes:
             inflight.complete(thread_state)
@@ -93,24 +93,24 @@ class Evictor:
             if payload is None:
                 return
             block = payload
-        # Where nothing is kept, nothing waits, and nothing was refused, it is the next to go.
+        # If nothing is kept, waits or was refused, this block is the next to be evicted.
         is_next = at_once or (
             resident.limit == 0 and self.health.is_well and not resident.queue.refs
         )
         memory = resident.memory
-        is_captured = memory is not None and memory.device.is_capturing()  # then nothing may move
+        is_captured = memory is not None and memory.device.is_capturing()  # then no copy may begin
         if is_captured or not (is_next and self._send(block, thread_state)):
             resident.queue.append(block)
             if resident.limit is not None or resident.memory is not None:
                 self._press(thread_state, block)
-        # Between operations: while one runs, its tensors are the caller's.
+        # Peaks are taken between operations: the tensors of a running one belong to the caller.
         if resident.nbytes > resident.peak_bytes:
             resident.peak_bytes = resident.nbytes
         if inflight.nbytes > inflight.peak_bytes:
             inflight.peak_bytes = inflight.nbytes
 
     def shrink(self, thread_state: ThreadState) -> None:
-        """Move the oldest blocks until no more stay than may."""
+        """Evict the oldest blocks until the budget is met."""
         self._press(thread_state, None)
 
     def _press(self, thread_state: ThreadState, newest: Block | None) -> None:
@@ -123,39 +123,39 @@ class Evictor:
             if block.thread_state is not thread_state and not (
                 thread_state.may_judge(block.thread_state) or self._may_leave_unseen(block)
             ):
-                # Only its own thread may judge a copy of it, and that one may be waiting for us:
-                # move ours instead.
+                # Only the block's own thread may accept a copy of it, and that thread may be waiting for this
+                # one. Evict this thread's block instead.
                 resident.queue.appendleft(block)
                 if newest is None:
                     return
                 if not newest.cleanup.resident_bytes or not self._send(newest, thread_state):
                     return
                 if newest.cleanup.resident_bytes:
-                    return  # it stays, as memory that was resized does
+                    return  # it stays in place, for example because its storage was resized
             elif not self._send(block, thread_state):
-                self.health.deferred.append(block)  # a smaller one may find room
+                self.health.deferred.append(block)  # a smaller block may find space
         if resident.short_bytes:
             self.inflight.free(resident.short_bytes, thread_state)
         if resident.memory is not None and resident.memory.failed:
-            self.ease(earlier=True)  # in backward, say, which calls no stash
+            self.ease(earlier=True)  # e.g. in a backward, which calls no stash
 
     def _may_leave_unseen(self, block: Block) -> bool:
-        """Whether another thread's block may go: it is written, not copied, and need not be waited for."""
+        """Return whether another thread's block may be evicted: its write need not be waited for."""
         inflight = self.inflight
         fits = inflight.nbytes + block.nbytes <= inflight.window_bytes
         return fits and block.nbytes >= _segments.SMALL_BYTES
 
     def _send(self, block: Block, thread_state: ThreadState) -> bool:
-        """Move ``block`` down; whether it left. Raises ``StashFullError`` with ``on_full="raise"``."""
+        """Evict ``block``. Return whether it left. Raises ``StashFullError`` with ``on_full="raise"``."""
         tier, segments, nbytes = self._tier, self._segments, block.nbytes
         if tier is None or (not self.health.is_well and self.health.refuses(nbytes)):
             return False
         memory, source = self.resident.memory, block.storage_version
-        if source.probe._version != source.version and not source.is_parted:  # no call: see changed
+        if source.probe._version != source.version and not source.is_parted:  # `changed`, inlined
             self.resident.lose(block)
             return True
         if block.has_moved:
-            return True  # stays in place, wherever that is now: what was resized once may be again
+            return True  # stays in place: a storage that was resized may be resized again
         inflight, is_gathered = self.inflight, nbytes < _segments.SMALL_BYTES
         try:
             if segments is None or not is_gathered:
@@ -177,18 +177,18 @@ class Evictor:
     def _begin_write(self, block: Block, tier: LowerTier, thread_state: ThreadState) -> None:
         inflight = self.inflight
         backing, transfer = tier.begin(block)
-        inflight.add(block, backing, transfer)  # first, since all counts follow from the placement
+        inflight.add(block, backing, transfer)  # first: all counts are derived from the placement
         self.resident.leave(block)
         if inflight.nbytes <= inflight.window_bytes:
             return
         if tier.runs_ahead and inflight.is_one:
-            return  # larger than the window, and alone in it: compute goes on until the next one
-        inflight.stalls.wait(transfer)  # it is moved within this call
+            return  # larger than the window, and alone in it: continue until the next write
+        inflight.stalls.wait(transfer)  # larger than the window: wait for it in this call
         inflight.complete(thread_state, all_that_ended=True)
 
     def ease(self, *, earlier: bool = False) -> None:
-        """The device ran out of memory: from now on keep half of what was kept, at most. A planner decides that
-        itself."""
+        """Handle that the device ran out of memory: keep at most half of what was kept from now on. A planner
+        decides this for itself."""
         memory = self.resident.memory
         if memory is not None and self.ran_out is not None:
             memory.forget_failures()
@@ -200,21 +200,21 @@ class Evictor:
             self.health.notes.add("out of memory", note)
 
     def forget(self) -> None:
-        """No block is alive any more."""
+        """Forget all blocks, since none is alive."""
         self.resident.queue.clear()
         self.health.deferred.clear()
 
     def restore(
         self, blocks: list[Block], waiting: set[int], cleanups: dict[type, list[Any]]
     ) -> list[Any]:
-        """Rebuild what follows from what there is: see ``_session``.
+        """Rebuild the counts and queues from the living blocks: see ``_core/session``.
 
         Args:
-            blocks: that are alive, oldest first.
-            waiting: the ``id`` of each that waits for its operation's end.
-            cleanups: of all blocks and backings by their class, those yet to be settled too.
+            blocks: the living blocks, oldest first.
+            waiting: the ``id`` of each block that waits for its operation to end.
+            cleanups: of all blocks and backings by class, including those not settled yet.
 
-        Returns the workers' transfers that perhaps no worker was given.
+        Returns the transfers that may not have reached a worker.
         """
         backings = {id(block.placement.backing): block.placement.backing for block in blocks}
         segments: list[Any] = [each for each in backings.values() if each and each.is_shared]

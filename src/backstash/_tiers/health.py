@@ -1,9 +1,9 @@
-"""The health of a tier: whether it is full or has failed, and which blocks wait for room in it.
+"""The health of a tier: whether it is full or has failed, and which blocks wait for space in it.
 
-A block that finds no room stays where it is and is *deferred*: it is tried again only when there may be room
-again, since something left the tier or a step has ended. A tier whose write failed is given nothing more.
-Reports have the last refusal and how many there were, and the first is a warning; with ``on_full="raise"`` it
-is an error.
+A block that finds no space stays where it is and is *deferred*: it is tried again only when there may be
+space, because something left the tier or a step has ended. A tier that failed to write receives nothing more.
+Reports show the last refusal and the number of refusals. The first refusal is a warning, or an error with
+``on_full="raise"``.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class _Tier(Protocol):
 
 
 class Notes:
-    """What reports say of fallbacks: the last note of each kind, and how many there were."""
+    """The fallbacks that reports mention: the last note of each kind, and how many there were."""
 
     def __init__(self) -> None:
         self._told: dict[str, tuple[str, int]] = {}
 
     def add(self, kind: str, text: str) -> None:
-        """Say ``text`` in place of what was said of ``kind`` before."""
+        """Replace the note of ``kind`` by ``text``, and count it."""
         _, count = self._told.get(kind, ("", 0))
         self._told[kind] = text, count + 1
 
@@ -50,25 +50,25 @@ class TierHealth:
     """Remembers what a tier refused. The caller holds the stash's lock.
 
     Args:
-        resident: gets deferred blocks back, to be tried again.
-        tier: where the blocks go; ``None``: nowhere.
-        raises: whether a refusal is an error of the forward pass.
+        resident: receives deferred blocks again when there may be space.
+        tier: the tier that blocks go to; ``None``: there is none.
+        raises: whether a refusal raises an error in the forward pass.
     """
 
     def __init__(self, resident: ResidentSet, tier: _Tier | None, *, raises: bool) -> None:
         self._resident = resident
         self._tier = tier
         self._raises = raises
-        self.deferred = WeakQueue[Block](is_resident)  # found no room; oldest first
+        self.deferred = WeakQueue[Block](is_resident)  # blocks that found no space, oldest first
         self.is_well = True
-        """Whether nothing was refused, so that :meth:`refuses` need not be asked."""
-        # Bytes used when the tier last had no room, and the size of the smallest block that it refused.
+        """Whether nothing was refused, so that :meth:`refuses` need not be called."""
+        # The tier's used bytes when it was last full, and the smallest size that it refused.
         self._full_at: tuple[int, int] | None = None
-        self._broken: Callable[[], StashError] | None = None  # after a failed write nothing goes
+        self._broken: Callable[[], StashError] | None = None  # set after a failed write
         self.notes = Notes()
 
     def refuses(self, nbytes: int) -> bool:
-        """Whether the tier would take no ``nbytes``. Raises ``StashError`` with ``on_full="raise"``."""
+        """Return whether the tier would refuse ``nbytes``. Raises ``StashError`` with ``on_full="raise"``."""
         if self._broken is not None:
             if self._raises:
                 raise self._broken()
@@ -78,30 +78,30 @@ class TierHealth:
         used_bytes, least = self._full_at
         assert self._tier is not None
         if self._tier.used_bytes < used_bytes:
-            self.try_again()  # room came back, for deferred blocks too
+            self.try_again()  # space was freed, which deferred blocks may use, too
             return False
         return nbytes >= least and not self._raises
 
     def try_again(self) -> None:
-        """There may be room again: a step has ended, and another process may have made it."""
+        """Retry deferred blocks: a step has ended, or space was freed, perhaps by another process."""
         if self._full_at is not None:
             self._full_at = None
             self.is_well = self._broken is None
             self._resident.queue.take_before(self.deferred)
 
     def full(self, error: StashFullError, nbytes: int) -> None:
-        """There was no room for ``nbytes``. Raises ``error`` with ``on_full="raise"``."""
+        """Record that there was no space for ``nbytes``. Raises ``error`` with ``on_full="raise"``."""
         assert self._tier is not None
         self._full_at = self._tier.used_bytes, nbytes
         self.is_well = False
         self._emit(error)
 
     def broke(self, failure: BaseException) -> None:
-        """A write failed."""
+        """Record that a write failed."""
         number = getattr(failure, "errno", None) or errno.EIO
         kind = StashFullError if number == errno.ENOSPC else StashIOError
         text = str(failure)
-        # Made anew each time: a kept exception would keep the frames that it passed through.
+        # A new error each time: a stored exception would keep alive the frames that it passed through.
         self.is_well = False
         self._broken = lambda: kind(number, f"{text}; nothing more is sent there")
         if not self._raises:
@@ -117,7 +117,7 @@ class TierHealth:
             warnings.warn(note, StashWarning, stacklevel=level_of_program())
 
     def restore(self) -> None:
-        """Forget what was deferred: see ``_session``. All blocks that are in place are tried again."""
+        """Forget the deferred blocks (see ``_core/session``). All blocks in place will be tried again."""
         self.deferred = WeakQueue[Block](is_resident)
         self._full_at = None
         self.is_well = self._broken is None

@@ -1,8 +1,8 @@
 """The tier of pinned host memory: from a device to a pinned buffer, from there to disk, and back.
 
-A block's copy down begins early, and no thread waits for it; its backing has the buffer (``host_buffers``). The
-oldest go on to disk (``host_writeback``). A block that is needed again is copied up from its buffer, or read
-to one first.
+A block's copy to host memory begins early, and no thread waits for it; its backing owns the buffer
+(``host_buffers``). The oldest buffers are written to disk (``host_writeback``). A block that is needed again
+is copied from its buffer to the device. If it is on disk only, it is first read to a buffer.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ __all__ = ["HostTier"]
 
 
 class HostTier(LowerTier):
-    """Carries the blocks of one device through host memory. The caller holds the stash's lock.
+    """Moves the blocks of one device through host memory. The caller holds the stash's lock.
 
     Args:
-        device: whose blocks.
-        pool: the memory.
-        writeback: what goes on to disk.
-        reclaim_queue: gets the cleanups of backings and loads.
-        section: the stash's.
-        number: of the device in the stash.
+        device: the device of the blocks.
+        pool: the pinned memory.
+        writeback: writes buffers to disk.
+        reclaim_queue: receives the cleanups of backings and loads.
+        section: the critical section of the stash.
+        number: the number of the device in the stash.
     """
 
     runs_ahead = True
-    # A layer's tensors may be larger than any window that is sensible for others; the device hides their
-    # copies only if the next begins while one is used.
+    # A layer's tensors may be larger than a window that suits the others. The device overlaps their copies
+    # with computation only if the next copy begins while one block is in use.
 
     def __init__(
         self,
@@ -65,11 +65,11 @@ class HostTier(LowerTier):
         self._number = number
         self._reclaim_queue = reclaim_queue
         self._section = section
-        self._coming: deque[weakref.ref[HostLoad]] = deque()  # from disk, ahead of need
+        self._coming: deque[weakref.ref[HostLoad]] = deque()  # reads from disk, ahead of need
 
     @property
     def capacity_bytes(self) -> int | None:  # type: ignore[override]
-        """See :attr:`LowerTier.capacity_bytes`: of the pinned memory and of the disk."""
+        """See :attr:`LowerTier.capacity_bytes`: pinned memory plus disk."""
         disk, pinned = self.writeback.disk, self.pool.budget
         if disk is None or pinned is None:
             return pinned
@@ -77,7 +77,7 @@ class HostTier(LowerTier):
 
     @property
     def used_bytes(self) -> int:
-        """See :attr:`LowerTier.used_bytes`: of buffers and of the disk."""
+        """See :attr:`LowerTier.used_bytes`: buffers plus disk."""
         disk = self.writeback.disk
         return self.pool.used_bytes + (disk.used_bytes if disk is not None else 0)
 
@@ -107,13 +107,13 @@ class HostTier(LowerTier):
         return self.pool.note
 
     def begin(self, block: Block) -> tuple[HostBacking, Copy]:
-        """See :meth:`LowerTier.begin`. To a buffer of the block's own."""
+        """See :meth:`LowerTier.begin`. The block gets a buffer of its own."""
         alias = block.placement.alias
         assert alias is not None
         buffer = self.buffers.take(block.nbytes)
         try:
             copy = self.device.down(_bytes_of(alias), buffer.memory, block.stream)
-        except Exception:  # after an interrupt the copy may have begun, and fills the buffer
+        except Exception:  # an interrupted copy may have begun to fill the buffer
             self.pool.give(buffer)
             raise
         backing = HostBacking(
@@ -123,7 +123,7 @@ class HostTier(LowerTier):
         return backing, copy
 
     def fetch(self, backing: Any, *, ahead: bool) -> Load:
-        """See :meth:`LowerTier.fetch`. Ahead of need only where a pinned buffer is to be had."""
+        """See :meth:`LowerTier.fetch`. A load ahead of need requires a free pinned buffer."""
         below: HostCleanup = backing.cleanup
         if below.buffer is not None:
             load = self._load(None, below.buffer.memory, None, ahead=ahead)
@@ -134,7 +134,7 @@ class HostTier(LowerTier):
         buffer = self.buffers.take_idle(backing.nbytes)
         if buffer is None and ahead:
             raise MemoryError("no room in host memory to read ahead")
-        # Not pinned, so its copy does not run beside compute; but what is needed now is needed.
+        # This memory is not pinned, so its copy does not overlap computation, but the bytes are needed now.
         staged = buffer.memory if buffer is not None else mapped(backing.nbytes)[: backing.nbytes]
         load = self._load(below.slot, staged, buffer, ahead=ahead)
         if buffer is not None:
@@ -158,7 +158,7 @@ class HostTier(LowerTier):
         )
 
     def poll(self) -> None:
-        """See :meth:`LowerTier.poll`: to the device what has come from disk."""
+        """See :meth:`LowerTier.poll`: copy to the device what has been read from disk."""
         self.device.sweep()
         for _ in range(len(self._coming)):
             ref = self._coming.popleft()
@@ -171,7 +171,7 @@ class HostTier(LowerTier):
             try:
                 load.send()
             except torch.OutOfMemoryError:
-                return  # the thread that needs it will try again
+                return  # the thread that needs the block will try again
 
     def sweep(self) -> None:
         """See :meth:`LowerTier.sweep`."""
@@ -193,7 +193,7 @@ class HostTier(LowerTier):
 
     def restore(self, blocks: list[Block], cleanups: list[Any]) -> None:
         """See :meth:`LowerTier.restore`."""
-        self.device.finish()  # so that no copy runs into a buffer whose owner has died
+        self.device.finish()  # so that no copy writes to a buffer whose owner has died
         self.pool.settle()
         found = {id(block.placement.backing): block.placement.backing for block in blocks}
         backings: list[Any] = [each for each in found.values() if each is not None]
@@ -201,13 +201,13 @@ class HostTier(LowerTier):
 
 
 def _bytes_of(alias: Tensor) -> Tensor:
-    """The whole storage of ``alias`` as a flat tensor of bytes."""
+    """Return the whole storage of ``alias`` as a flat tensor of bytes."""
     flat = torch.empty(0, dtype=torch.uint8, device=alias.device)
     return flat.set_(alias.untyped_storage())
 
 
 def _read_up(disk: Store | None, slot: Slot | None, memory: Tensor) -> None:
-    """Read from disk; nothing to do for bytes that are in host memory."""
+    """Read from disk. Bytes that are in host memory need no read."""
     if disk is not None and slot is not None:
         with profiled("read"):
             disk.read(slot, memory.data_ptr())

@@ -1,7 +1,7 @@
-"""What lies below an accelerator: backings in host memory or on disk, and their bytes on the way back.
+"""The backings of an accelerator's blocks, in host memory or on disk, and the loads that bring them back.
 
-A host buffer outlives everything that reads or writes it: what a backing or a load leaves when it dies is
-*deferred* (see ``host_buffers``), and its buffer given back when its copies and its write have ended.
+A host buffer outlives everything that reads or writes it. The buffer of a dead backing or load is *deferred*
+(see ``host_buffers``): it is released when its copies and its write have ended.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["HostBacking", "HostCleanup", "HostLoad"]
 
 
 class HostCleanup(Cleanup):
-    """What a backing or a load in host memory leaves: a buffer, a slot on disk, and who may still use them."""
+    """What remains of a dead backing or load: a host buffer, a disk slot, and their transfers."""
 
     __slots__ = ("brought", "buffer", "slot", "staged", "work", "written")
 
@@ -36,14 +36,14 @@ class HostCleanup(Cleanup):
         self.number = number
         self.loaded_bytes = 0
         self.buffer = buffer
-        self.staged: Tensor | None = None  # host memory that is no buffer, while a copy reads it
+        self.staged: Tensor | None = None  # host memory outside the pool, while a copy reads it
         self.slot: Slot | None = None
-        self.written: Completion | None = None  # of the copy down, to the buffer
-        self.brought: Completion | None = None  # of the last copy up from it
-        self.work: Work | None = None  # of a worker that writes from the buffer or reads to it
+        self.written: Completion | None = None  # the end of the copy from the device to the buffer
+        self.brought: Completion | None = None  # the end of the last copy from it to the device
+        self.work: Work | None = None  # a worker's write from the buffer, or its read to it
 
     def at_rest(self) -> bool:
-        """Whether nothing uses it any more."""
+        """Return whether nothing uses the buffer and the slot any more."""
         if self.work is not None and not (self.work.finished or self.work.cancel()):
             return False
         return (self.written is None or self.written.ended()) and (
@@ -51,7 +51,7 @@ class HostCleanup(Cleanup):
         )
 
     def wait(self) -> None:
-        """Wait until nothing uses it."""
+        """Wait until nothing uses the buffer and the slot."""
         if self.work is not None and not self.work.cancel():
             self.work.exception()
         for completion in (self.written, self.brought):
@@ -64,10 +64,10 @@ class HostCleanup(Cleanup):
 
 
 class HostBacking(Backing):
-    """A block's bytes below its device: in a buffer of host memory, on disk, or in both.
+    """A block's bytes below its device: in a host buffer, on disk, or in both.
 
-    ``cleanup.buffer`` is ``None`` once they are on disk alone; ``cleanup.slot`` is where they lie there, or
-    will when ``cleanup.work`` has ended: the write, until its end has been looked at.
+    ``cleanup.buffer`` is ``None`` once the bytes are only on disk. ``cleanup.slot`` is their place on disk,
+    and ``cleanup.work`` is the write to it, until the end of that write was noticed.
     """
 
     __slots__ = ("__del__", "cleanup", "store")
@@ -108,7 +108,7 @@ class HostBacking(Backing):
                 below.written.wait()
             memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
             memory.copy_(buffer.memory)
-            if below.buffer is buffer:  # else it was given to another block meanwhile
+            if below.buffer is buffer:  # else the buffer was given to another block meanwhile
                 return memory, 0
         slot, store = below.slot, self.store
         assert slot is not None and store is not None
@@ -127,18 +127,18 @@ class HostBacking(Backing):
 
 
 class HostLoad(Load):
-    """Bytes on their way back to the device: from a buffer at once, or first from disk to one.
+    """A load of bytes to the device: from a host buffer at once, or from disk to a buffer first.
 
-    The buffer that they are read to is given back when it is no longer needed.
+    The buffer that the bytes are read to is released when it is no longer needed.
 
     Args:
-        device: that they go to.
-        section: the stash's.
-        cleanup: with that buffer; it gets the read and the copy.
-        read: brings the bytes to ``staged``.
+        device: the device to load to.
+        section: the critical section of the stash.
+        cleanup: holds that buffer, and receives the read and the copy.
+        read: reads the bytes to ``staged``.
         staged: host memory.
-        from_disk: whether ``read`` has something to do.
-        ahead: whether a worker makes it.
+        from_disk: whether ``read`` reads anything.
+        ahead: whether a worker makes ``read``.
     """
 
     __slots__ = (
@@ -193,7 +193,7 @@ class HostLoad(Load):
 
     @property
     def is_ready(self) -> bool:
-        """See :attr:`Load.is_ready`: the device orders whatever uses the memory after the copy."""
+        """See :attr:`Load.is_ready`: the device orders each use of the memory after the copy."""
         return self._copy is not None
 
     def send(self, after: Completion | None = None) -> None:
@@ -204,9 +204,10 @@ class HostLoad(Load):
             self._copy = copy
 
     def arrive(self) -> bool:
-        """Wait until it is on the device, where that can be waited for. The caller holds the lock.
+        """Wait until the bytes are on the device, if that is possible. The caller holds the lock.
 
-        Not for a read that another thread makes itself, which may be waiting for the caller.
+        Does not wait for a read that another thread makes itself, since that thread may be waiting for the
+        caller.
         """
         if self._copy is None:
             if not self._ahead or self.read.exception() is not None:
@@ -220,18 +221,18 @@ class HostLoad(Load):
         return True
 
     def take_buffer(self) -> PinnedBuffer | None:
-        """The buffer that it read to, once its copy to the device has ended: it is not needed any more."""
+        """Take the buffer that the bytes were read to if the copy from it has ended; else return ``None``."""
         if self._copy is None or not self._copy.ended():
             return None
         buffer, self.cleanup.buffer = self.cleanup.buffer, None
         return buffer
 
     def has_come(self) -> bool:
-        """Whether the disk has been read, without an error."""
+        """Return whether the read from disk has ended without an error."""
         return self.read.finished and self.read.error is None
 
     def exception(self) -> BaseException | None:
-        """See :meth:`Load.exception`. Begins the copy; the host waits for no copy."""
+        """See :meth:`Load.exception`. Begins the copy to the device, but does not wait for it."""
         error = self.read.exception()
         if error is not None:
             self.cleanup.work = (

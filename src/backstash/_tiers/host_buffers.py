@@ -1,8 +1,8 @@
-"""Host buffers, given back when no transfer uses them any more.
+"""Allocation of host buffers, and their release once no transfer uses them.
 
-A buffer outlives everything that reads or writes it. What a dead backing or load leaves is *deferred*: its
-buffer is given back when its copies and its write have ended. A *clean* buffer, whose bytes are on disk too,
-is given to the next block that needs one, and not before: until then it still serves reads.
+A buffer outlives everything that reads or writes it. The buffer of a dead backing or load is *deferred*: it is
+released when its copies and its write have ended. A *clean* buffer, whose bytes are also on disk, is given to
+the next block that needs one. Until then it still serves reads.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["HostBuffers"]
 
 
 class HostBuffers:
-    """Finds buffers, and waits for one where it must. The caller holds the stash's lock.
+    """Finds free buffers, and waits for one if necessary. The caller holds the stash's lock.
 
     Args:
         pool: the buffers.
@@ -35,18 +35,18 @@ class HostBuffers:
         self._deferred: deque[HostCleanup] = deque()
         self._staging: deque[weakref.ref[HostLoad]] = (
             deque()
-        )  # with a buffer whose bytes are on disk too
+        )  # loads with a buffer whose bytes are also on disk
         self.stall_seconds = 0.0
 
     def take(self, nbytes: int) -> PinnedBuffer:
-        """A buffer, waited for if need be.
+        """Return a buffer, and wait for one if necessary.
 
-        Raises ``StashFullError`` where there is none and none can be made.
+        Raises ``StashFullError`` if no buffer is free and none can be allocated.
         """
         buffer = self._pool.take(nbytes, may_grow=False)
-        if buffer is not None:  # nearly always
+        if buffer is not None:  # the common case
             return buffer
-        if not self._pool.could_hold(nbytes):  # not even if all others went
+        if not self._pool.could_hold(nbytes):  # not even without all other buffers
             raise self._full(nbytes)
         while True:
             buffer = self.take_idle(nbytes)
@@ -67,29 +67,30 @@ class HostBuffers:
         )
 
     def take_idle(self, nbytes: int) -> PinnedBuffer | None:
-        """A buffer that is free, or can be freed without a wait."""
+        """Return a buffer that is free or can be freed without waiting; ``None`` if there is none."""
         buffer = self._pool.take(nbytes, may_grow=False)
         if buffer is None:
-            self.sweep()  # before more memory is pinned
+            self.sweep()  # before pinning more memory
             buffer = self._pool.take(nbytes)
         while buffer is None and (self.sweep() or self._evict()):
             buffer = self._pool.take(nbytes)
         return buffer
 
     def lend(self, load: HostLoad) -> None:
-        """Its buffer is taken back when its copy to the device has ended."""
+        """Take back the buffer of ``load`` when its copy to the device has ended."""
         self._staging.append(weakref.ref(load))
 
     def defer(self, cleanup: HostCleanup) -> None:
-        """Take what a dead backing or load left; its buffer is given back when nothing uses it."""
+        """Take the cleanup of a dead backing or load, and release its buffer when nothing uses it."""
         self._deferred.append(cleanup)
-        # Mostly their transfers end in this order. The others are looked at when a buffer is needed: a host
-        # that runs ahead of its device may have deferred hundreds, and each look asks the driver.
+        # Transfers mostly end in this order, so only the first are checked here. The others are checked when a
+        # buffer is needed: a host that runs ahead of its device may have deferred hundreds, and each check
+        # calls the driver.
         while self._deferred and self._deferred[0].at_rest():
             self._give_back(self._deferred.popleft())
 
     def sweep(self) -> bool:
-        """Free buffers whose transfers completed. Returns True if a buffer became free or evictable."""
+        """Free buffers whose transfers completed. Return whether a buffer became free or evictable."""
         self._pool.settle()
         found = False
         for _ in range(len(self._deferred)):
@@ -124,7 +125,7 @@ class HostBuffers:
         return True
 
     def _wait_for_one(self) -> bool:
-        """Wait for the oldest transfer whose end frees a buffer, if there is one."""
+        """Wait for the oldest transfer that frees a buffer when it ends. Return whether there was one."""
         began = time.perf_counter()
         try:
             if self._writeback.wait():
@@ -144,7 +145,7 @@ class HostBuffers:
         return False
 
     def close(self) -> None:
-        """Give back the buffers that nothing uses. What live graphs hold stays until they go."""
+        """Release the unused buffers. Living graphs keep theirs until they are freed."""
         for cleanup in self._deferred:
             cleanup.wait()
         self.sweep()

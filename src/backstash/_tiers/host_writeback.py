@@ -1,7 +1,7 @@
-"""Writeback from host memory to disk, the oldest buffer first, in the page cache's words.
+"""Writeback from host memory to disk, the oldest buffer first. The terms are those of the page cache.
 
-A *dirty* buffer has bytes that are nowhere else. When the buffers come near the ``host`` budget, the oldest are
-written to disk from where they lie (*writing*). A *clean* one, whose bytes are on disk too, still serves reads
+The bytes of a *dirty* buffer are nowhere else. When the buffers come close to the ``host`` budget, the oldest
+dirty ones are written to disk directly. The bytes of a *clean* buffer are also on disk; it still serves reads
 until its memory is needed.
 """
 
@@ -27,15 +27,15 @@ __all__ = ["HostWriteback"]
 
 
 class HostWriteback:
-    """Knows which backings are dirty, being written, or clean. The caller holds the stash's lock.
+    """Tracks which backings are dirty, being written, or clean. The caller holds the stash's lock.
 
     Args:
         pool: the buffers, and their budget.
-        disk: what is below, or ``None``.
-        begin_work: hands a piece of work to a worker.
-        reclaim_queue: whose mark the cleanups have.
-        number: of the device in the stash.
-        early: how many bytes below the budget the writing begins.
+        disk: the store to write to, or ``None``.
+        begin_work: hands a :class:`Work` to a worker.
+        reclaim_queue: the queue whose mark the cleanups have.
+        number: the number of the device in the stash.
+        early: how many bytes below the budget writing begins.
     """
 
     def __init__(
@@ -56,16 +56,14 @@ class HostWriteback:
         self._early = early
         self._dirty = WeakQueue[HostBacking](_is_dirty)  # oldest first
         self._writing: deque[weakref.ref[HostBacking]] = deque()  # being written to disk
-        self._clean = WeakQueue[HostBacking](_has_buffer)  # the buffer may go
-        self._bytes_on_the_way_out = 0  # of buffers that are being written or are clean
-        self.refusal = (
-            ""  # why the disk took nothing when it was last asked, or had a write that failed
-        )
+        self._clean = WeakQueue[HostBacking](_has_buffer)  # their buffers may be evicted
+        self._bytes_on_the_way_out = 0  # of buffers that are clean or being written
+        self.refusal = ""  # why the disk refused the last write, or how one failed
         self._has_failed = False
         self.disk_peak_bytes = 0
 
     def add(self, backing: HostBacking, *, at_once: bool) -> None:
-        """A new, dirty backing. ``at_once``: it is written however much room the host has."""
+        """Add a new, dirty backing. With ``at_once`` it is written immediately, even if the host has space."""
         if not (at_once and self._begin_write(backing)):
             self._dirty.append(backing)
             self._write_early()
@@ -79,7 +77,7 @@ class HostWriteback:
                 return
 
     def write_oldest(self) -> bool:
-        """Begin to write the oldest dirty backing."""
+        """Begin to write the oldest dirty backing. Return whether one was found and the disk had space."""
         while self._dirty.refs:
             backing = self._dirty.popleft()
             if backing is not None:
@@ -90,7 +88,7 @@ class HostWriteback:
         return False
 
     def _begin_write(self, backing: HostBacking) -> bool:
-        """Begin to write a dirty backing; whether there was room for it on disk."""
+        """Begin to write a dirty backing. Return whether the disk had space for it."""
         disk, left = self.disk, backing.cleanup
         if disk is None or self._has_failed or left.buffer is None:
             return False
@@ -109,7 +107,7 @@ class HostWriteback:
         return True
 
     def sweep(self) -> bool:
-        """Look at the writes that have ended; whether there was one."""
+        """Handle the writes that have ended. Return whether there was one."""
         found = False
         while self._writing:
             backing = self._writing[0]()
@@ -138,7 +136,7 @@ class HostWriteback:
         self._dirty.appendleft(backing)
 
     def wait(self) -> bool:
-        """Wait for the oldest write, if there is one."""
+        """Wait for the oldest write. Return whether there was one."""
         while self._writing:
             backing = self._writing[0]()
             if backing is None or backing.cleanup.work is None:
@@ -149,7 +147,7 @@ class HostWriteback:
         return False
 
     def evict(self) -> HostCleanup | None:
-        """Detach the oldest clean buffer and return its cleanup record; None if none is clean."""
+        """Detach the oldest clean buffer and return its cleanup; ``None`` if no buffer is clean."""
         while self._clean.refs:
             backing = self._clean.popleft()
             if backing is None:
@@ -162,23 +160,23 @@ class HostWriteback:
         return None
 
     def release(self, slot: Slot, buffer: PinnedBuffer | None) -> None:
-        """Give back a dead backing's slot; ``buffer`` is what it had besides."""
+        """Release a dead backing's slot. ``buffer`` is the buffer that it still had, or ``None``."""
         if buffer is not None:
             self._bytes_on_the_way_out -= buffer.memory.numel()
         if self.disk is not None:
             self.disk.release(slot)
 
     def forget(self) -> None:
-        """No block is alive any more."""
+        """Forget all blocks, since none is alive."""
         self._dirty.clear()
         self._clean.clear()
 
     def restore(self, backings: list[HostBacking], cleanup: list[HostCleanup]) -> None:
-        """Rebuild what follows from what there is: see ``_session``.
+        """Rebuild the counts and queues from the living backings: see ``_core/session``.
 
         Args:
-            backings: that are alive, oldest first.
-            cleanups: of all that has a buffer or a slot.
+            backings: the living backings, oldest first.
+            cleanups: of all objects with a buffer or a slot.
         """
         self._bytes_on_the_way_out = 0
         for left in cleanup:
@@ -206,7 +204,7 @@ def _has_buffer(backing: HostBacking) -> bool:
 
 
 def _write_down(copy: Completion, disk: Store, slot: Slot, memory: Tensor) -> None:
-    """On a worker, which alone waits for the device: ``memory`` is the buffer's."""
+    """Write a buffer to disk, on a worker, after its copy from the device has ended."""
     copy.wait()
     with profiled("write"):
         disk.write(slot, memory.data_ptr())

@@ -1,10 +1,10 @@
-"""The window on the way down: writes that have begun and have not completed.
+"""The window of writes: those that have begun and have not completed.
 
-A large block is written straight from the tensor's memory, which stays alive until then. Its write *completes*
-when a thread that may judge the copy (see ``_saved/thread_state``) finds that it has ended and the version has
-not changed: only then is the memory let go. Where the version has changed, it cannot be known which bytes
-were written: the block is lost, and backward raises if it ever asks for it. A write that failed leaves the
-block where it was.
+A large block is written directly from the tensor's memory, which stays alive until then. Its write *completes*
+when a thread that may accept the copy (see ``_saved/thread_state``) finds that the write has ended and the
+version has not changed. Only then is the memory freed. If the version has changed, it is unknown which bytes
+were written: the block is lost, and backward raises if it needs the block. After a failed write the block
+stays where it was.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ __all__ = ["InflightWrites"]
 
 
 class _InflightWrite(ABC):
-    """A write that has begun. It does not own what it is of: for a dead block nothing is left to do."""
+    """A write that has begun. It does not own its target: nothing needs to be done for a dead block."""
 
     __slots__ = ("by_device", "nbytes", "target", "thread_state", "transfer")
 
     by_device: bool
-    """Whether it is a device's copy. Its block owns that, so that a dead block's memory is free at once."""
+    """Whether a device makes the copy. Its block owns it, so a dead block's memory is free at once."""
     nbytes: int
     target: weakref.ref[Any]
     """The block or segment."""
     thread_state: ThreadState | None
-    """Of the thread whose tensor it is; ``None`` for bytes that are the stash's own copy."""
+    """The state of the thread whose tensor is written; ``None`` for the stash's own copy of the bytes."""
     transfer: Transfer | None
-    """Of a worker."""
+    """The transfer of a worker."""
 
     @abstractmethod
     def running(self, target: Any) -> Transfer | None:
-        """The transfer that has not completed, of a ``target`` that is alive."""
+        """Return the transfer of a living ``target``, if it has not completed."""
 
     @abstractmethod
     def complete(
         self, target: Any, transfer: Transfer, resident: ResidentSet, health: TierHealth
     ) -> None:
-        """Its ``transfer`` is done, and ``target`` is alive."""
+        """Complete the write: ``transfer`` is done, and ``target`` is alive."""
 
 
 class _BlockWrite(_InflightWrite):
@@ -64,13 +64,13 @@ class _BlockWrite(_InflightWrite):
         self.transfer = None if self.by_device else transfer
 
     def running(self, target: Block) -> Transfer | None:
-        return target.placement.transfer  # None where it was found to be changed in place meanwhile
+        return target.placement.transfer  # None if it was found modified in place meanwhile
 
     def complete(
         self, target: Block, transfer: Transfer, resident: ResidentSet, health: TierHealth
     ) -> None:
         failure = transfer.error
-        if target.has_moved:  # then it matters not what was written
+        if target.has_moved:  # then the written bytes do not matter
             resident.take_back(target)
         elif failure is not None:
             resident.take_back(target)
@@ -78,7 +78,7 @@ class _BlockWrite(_InflightWrite):
         elif target.storage_version.changed:
             resident.lose(target)
         else:
-            # A copy that still runs is safe from the streams that wait for it, not from any other.
+            # Streams that wait for a running copy may use its source; other streams may not.
             running = self.by_device and not transfer.ended()
             target.placement = Stored(target.placement.backing, is_unordered=running)
             if resident.event_log.on:
@@ -94,7 +94,7 @@ class _SegmentWrite(_InflightWrite):
         self.nbytes = segment.cleanup.inflight_bytes
         self.thread_state = None
         self.transfer = transfer
-        segment.cleanup.inflight_bytes = 0  # the write counts them now
+        segment.cleanup.inflight_bytes = 0  # from now on the write counts them
 
     def running(self, target: SegmentBacking) -> Transfer | None:
         return self.transfer
@@ -112,10 +112,10 @@ class InflightWrites:
     """Keeps the ``inflight`` budget. The caller holds the stash's lock.
 
     Args:
-        resident: what is in place, where a block may return to.
-        health: is given the error of a write that failed.
-        freed: is given the number of bytes that were let go.
-        event_log: gets the stalls.
+        resident: the set that a block may return to.
+        health: receives the error of a failed write.
+        freed: called with the number of bytes that were freed.
+        event_log: receives the stalls.
         window_bytes: the budget.
     """
 
@@ -133,21 +133,21 @@ class InflightWrites:
         self._freed = freed
         self.window_bytes = window_bytes
         self.writes: deque[_InflightWrite] = deque()  # oldest first
-        self._count_of: dict[ThreadState | None, int] = {}  # how many of them are of which thread
-        self._dead: deque[object] = deque()  # of a device's, since all of them were looked at
-        self._dies = self._dead.append  # where a block dies no Python may run: see _runtime/reclaim
-        # Also what was copied into a segment whose write has not begun.
+        self._count_of: dict[ThreadState | None, int] = {}  # the number of writes of each thread
+        self._dead: deque[object] = deque()  # blocks, since the last full scan
+        self._dies = self._dead.append  # no Python may run when a block dies: see _runtime/reclaim
+        # Includes bytes that were copied into a segment whose write has not begun.
         self.nbytes = self.peak_bytes = 0
         self.written_bytes = 0
         self.stalls = Stalls(event_log)
 
     @property
     def is_one(self) -> bool:
-        """Whether there is a window, and one write alone is in it."""
+        """Whether there is a window, and exactly one write is in it."""
         return self.window_bytes > 0 and len(self.writes) == 1
 
     def add(self, block: Block, backing: Backing, transfer: Transfer) -> None:
-        """The write from a block's own memory has begun."""
+        """Add a write from a block's own memory. It has begun."""
         block.placement = Writing(block.placement.alias, backing, transfer)
         thread_state, counts, nbytes = block.thread_state, self._count_of, block.nbytes
         self.writes.append(_BlockWrite(block, transfer, self._dies))
@@ -156,16 +156,16 @@ class InflightWrites:
         self.nbytes += nbytes
 
     def add_segment(self, segment: SegmentBacking, transfer: Transfer) -> None:
-        """The write of a segment, whose bytes are counted, begins."""
+        """Add the write of a segment. Its bytes are already counted."""
         self.writes.append(_SegmentWrite(segment, transfer))
         self._count_of[None] = self._count_of.get(None, 0) + 1
 
     def make_room(self, nbytes: int, thread_state: ThreadState) -> None:
-        """Wait until ``nbytes`` more fit into the window, or nothing in it can be waited for."""
+        """Wait until ``nbytes`` more fit into the window, or no write can be waited for."""
         self._empty_to(self.window_bytes - nbytes, thread_state)
 
     def free(self, nbytes: int, thread_state: ThreadState) -> None:
-        """Let the memory of so many bytes go now, as far as that can be waited for."""
+        """Free ``nbytes`` now, as far as this thread can wait for writes."""
         self._empty_to(self.nbytes - nbytes, thread_state)
 
     def _empty_to(self, nbytes: int, thread_state: ThreadState) -> None:
@@ -179,7 +179,7 @@ class InflightWrites:
             self.complete(thread_state, all_that_ended=True)
 
     def finish(self, thread_state: ThreadState) -> None:
-        """Wait for every write that has begun, and complete what this thread may judge."""
+        """Wait for every write, and complete those that this thread may accept."""
         for write in self.writes:
             transfer = _under_way(write)
             if transfer is not None:
@@ -187,10 +187,10 @@ class InflightWrites:
         self.complete(thread_state, all_that_ended=True)
 
     def complete(self, thread_state: ThreadState, *, all_that_ended: bool = False) -> None:
-        """Let go of the memory of every write that has ended, as far as this thread may judge it.
+        """Free the memory of every write that has ended and that this thread may accept.
 
-        On an accelerator only as far as ``keep`` asks for it, unless ``all_that_ended``: a block that is
-        still in place when backward comes need not be brought back.
+        On an accelerator memory is freed only as far as ``keep`` requires, unless ``all_that_ended``: a block
+        that is still in place when backward needs it need not be loaded.
         """
         writes, resident = self.writes, self._resident
         asks_device = resident.memory is not None and not all_that_ended
@@ -216,7 +216,7 @@ class InflightWrites:
             lingers = asks_device and not resident.wants_room(self.nbytes)
             if is_mine and not lingers:
                 transfer = write.running(target)
-                if transfer is None:  # it was found to be changed, and has left
+                if transfer is None:  # it was found modified and has left
                     if _is_over(write.transfer):
                         if write.transfer is not None and write.transfer.error is not None:
                             self._health.broke(write.transfer.error)
@@ -229,9 +229,9 @@ class InflightWrites:
                     self._end(at)
                     continue
                 if write.by_device:
-                    break  # a device's copies end in order: after one that has not ended, none has
-            # Nor need a thread that has none of its own look at those of others, or anybody at those that
-            # stay. Only the dead among them are let go, each time that they may be half of all.
+                    break  # a device's copies end in order: no later one has ended
+            # A thread without writes need not check those of other threads, and no thread those that stay in
+            # place. Then only dead targets are removed, whenever they may be half of all.
             elif write.by_device and not (all_that_ended or looks_at_all):
                 if lingers or thread_state not in self._count_of:
                     break
@@ -251,14 +251,14 @@ class InflightWrites:
     def restore(
         self, blocks: list[Block], segments: list[SegmentBacking], cleanups: list[DiskCleanup]
     ) -> list[Any]:
-        """Rebuild what follows from what there is: see ``_session``.
+        """Rebuild the counts and queues from the living blocks: see ``_core/session``.
 
         Args:
-            blocks: that are alive, oldest first.
-            segments: that carry some of them; all have a write but the one that is being filled.
-            cleanups: of all backings, the dead ones that are yet to be settled too.
+            blocks: the living blocks, oldest first.
+            segments: the segments that hold some of them. All have a write, except the open one.
+            cleanups: of all backings, including dead ones that are not settled yet.
 
-        Returns the workers' transfers that perhaps no worker was given.
+        Returns the transfers that may not have reached a worker.
         """
         known = {id(target): write for write in self.writes if (target := write.target())}
         writes = deque(write for write in self.writes if write.target() is None)
@@ -286,13 +286,13 @@ class InflightWrites:
 
 
 def _under_way(write: _InflightWrite) -> Transfer | None:
-    """What a write waits for; of a dead block's, or one that was found to be changed, a worker's."""
+    """Return the transfer to wait for; for a dead or modified block, the worker's."""
     target = write.target()
     return (write.running(target) if target is not None else None) or write.transfer
 
 
 def _is_over(transfer: Transfer | None) -> bool:
-    """Whether a dead block's write needs no room in the window; one that has not begun is not made."""
+    """Return whether a dead block's write has left the window. A write that has not begun is cancelled."""
     return transfer is None or transfer.done() or transfer.cancel()
 
 

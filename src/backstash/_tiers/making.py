@@ -1,10 +1,10 @@
-"""Derived blocks of the CPU made ahead of need: a worker calls operations again, or decodes, while the thread
-that goes backward computes.
+"""Compute derived blocks of the CPU ahead of need: a worker recomputes or decodes them.
 
-The worker is asked only where it has a core to itself: PyTorch's own threads take no more than half of the
-cores. It counts as many threads as that thread does, since how elements are divided decides their last bits,
-and a block that it made otherwise (its fingerprint tells) is made anew by the thread that needs it. So is one
-whose operand was changed meanwhile: errors are raised where the block is needed, as without a worker.
+This happens only if the worker has a core to itself: PyTorch's own threads use at most half of the cores. The
+worker uses the same thread count as the thread that runs backward, since the way elements are divided among
+threads decides their last bits. If its fingerprint differs anyway, the thread that needs the block computes it
+again. The same happens if an operand was changed meanwhile, so errors are raised where the block is needed, as
+without a worker.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from .ahead import AheadSet, ViewServer
 
 __all__ = ["MadeAhead", "Making", "is_changed"]
 
-_MOST_BEGUN = 2  # each holds what it is made from
+_MOST_BEGUN = 2  # each holds its inputs
 
 
 class Making:
-    """The bytes of one derived block on their way. The block owns it; a worker only refers to it.
+    """The computation of one derived block on a worker. The block owns it; a worker only refers to it.
 
     Args:
-        block: to be made.
-        derivation: of it.
-        given: what that is given.
+        block: the block to compute.
+        derivation: how to compute it.
+        given: the inputs of ``derivation``.
         root: memory for the bytes, which begin at ``low``.
-        low: see there.
-        event_log: is told, where somebody records.
+        low: offset of the block's first byte in ``root``.
+        event_log: receives an event, while there is a recording.
     """
 
     __slots__ = ("__weakref__", "_derivation", "_given", "is_good", "low", "nbytes", "root", "work")
@@ -63,11 +63,11 @@ class Making:
         self.root = root
         self.low = low
         self.is_good = False
-        """Whether the bytes are there, and are those that were let go."""
+        """Whether the bytes are complete and match the fingerprint of those that were freed."""
         self.work = Work(_make, weakref.ref(self), event_log, block.facts)
 
     def make(self, event_log: EventLog, facts: tuple[int, int, str]) -> None:
-        """Make the bytes, on any thread that counts as many threads as forward's did."""
+        """Compute the bytes on any thread that uses as many PyTorch threads as forward did."""
         derivation, began = self._derivation, time.perf_counter()
         if derivation.threads not in (None, torch.get_num_threads()):
             return
@@ -79,26 +79,26 @@ class Making:
             is_good = told is None or told == fingerprint(storage, self.low, self.nbytes)
         if event_log.on:
             event_log.emit("decode", *facts, cause=derivation.where, began=began)
-        self._given = None  # after the end: who is interrupted makes them anew
+        self._given = None  # only at the end: after an interrupt the bytes are computed again
         self.is_good = is_good
 
 
 def _make(ref: weakref.ref[Making], event_log: EventLog, facts: tuple[int, int, str]) -> None:
     making = ref()
-    if making is not None:  # its graph lives
+    if making is not None:  # its graph is alive
         making.make(event_log, facts)
 
 
 class MadeAhead:
-    """The blocks that are made ahead of need. The caller holds the stash's lock.
+    """The blocks that are computed ahead of need. The caller holds the stash's lock.
 
     Args:
-        workers: of one thread.
-        pool: gives memory.
-        ahead: counts what is made.
-        server: gives entries the views of it.
-        event_log: is told, where somebody records.
-        is_off: never.
+        workers: with one thread.
+        pool: provides memory.
+        ahead: counts the computed bytes.
+        server: returns the views of entries.
+        event_log: receives events, while there is a recording.
+        is_off: whether to compute nothing ahead of need.
     """
 
     def __init__(
@@ -120,10 +120,10 @@ class MadeAhead:
         self._cores = _cores() // Job.now().local_processes
         self.is_off = is_off
         self.has_derived = False
-        """Whether any block is made from others."""
+        """Whether any block is derived from others."""
 
     def has_time(self) -> bool:
-        """Whether a worker has a core to itself, and is not at work for long."""
+        """Return whether a worker has a core to itself and few computations are queued."""
         if self.is_off or not self._workers.is_open or count_dispatch_modes() > 0:
             return False
         if 2 * torch.get_num_threads() > self._cores:
@@ -132,7 +132,7 @@ class MadeAhead:
         return len(self._begun) < _MOST_BEGUN
 
     def begin(self, block: Block, derivation: Derivation) -> bool:
-        """Begin to make ``block``, where what it is made from is at hand; whether there was room."""
+        """Begin to compute ``block`` if its inputs are in memory. Return ``False`` without space for it."""
         if not self._ahead.fits(block.nbytes) or not self._ahead.has_memory(block.nbytes):
             return False
         if not all(map(_is_at_hand, derivation.entries)) or is_changed(derivation):
@@ -155,11 +155,11 @@ class MadeAhead:
     def take(
         self, entry: Entry, block: Block, making: Making, derivation: Derivation
     ) -> Tensor | None:
-        """The saved view of what has been made; ``None``: it is not what it was, or raises an error."""
+        """Return the saved view of the computed bytes; ``None`` if they differ or an error is due."""
         self.drop(block)
         if not making.is_good:
-            # Other bits came of it, with no error: this worker computes otherwise, or a program writes to what
-            # is given back to it. Making twice gains nothing, so that no more is made ahead.
+            # The bytes differ without an error: this worker computes differently, or the program writes to
+            # tensors that it gets back. Computing twice gains nothing, so stop computing ahead of need.
             self.is_off = self.is_off or making.work.error is None
             return None
         if is_changed(derivation):
@@ -167,13 +167,13 @@ class MadeAhead:
         return self._server.take(entry, block, None, making.root, None, making.low)
 
     def drop(self, block: Block) -> None:
-        """What was begun of it is not wanted any more."""
+        """Discard the computation of ``block``, if there is one."""
         if block.making is not None:
             block.making = None
             self._ahead.forget_bytes(block.cleanup)
 
     def _view_for_another(self, entry: Entry) -> Tensor:
-        """The view of an entry that is at hand, for what is made from it."""
+        """Return the view of an entry that is in memory, for a computation that uses it."""
         block = entry.block
         placement, making = block.placement, block.making
         if placement.alias is not None:
@@ -190,7 +190,7 @@ class MadeAhead:
 
 
 def _is_at_hand(entry: Entry) -> bool:
-    """Whether the bytes are in memory, without waiting for them or comparing them."""
+    """Return whether the bytes are in memory, without waiting for them or comparing them."""
     block = entry.block
     placement, loaded = block.placement, block.loaded
     if placement.alias is not None:
@@ -207,7 +207,7 @@ def _is_at_hand(entry: Entry) -> bool:
 
 
 def is_changed(derivation: Derivation) -> bool:
-    """Whether what a block is made from is known to have been changed in place."""
+    """Return whether an input of the derivation is known to have been modified in place."""
     for entry in derivation.entries:
         placement = entry.block.placement
         if placement.lost_at is not None or entry.was_changed:
@@ -218,7 +218,7 @@ def is_changed(derivation: Derivation) -> bool:
 
 
 def _cores() -> int:
-    """That this process may use."""
+    """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

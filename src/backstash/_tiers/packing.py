@@ -1,8 +1,8 @@
-"""Packing: a block becomes a smaller payload, which is a block of its own.
+"""Packing: a block is encoded to a smaller payload, which is itself a block.
 
-The payload takes the packed block's place among those that may move: the ``keep`` budget counts it, and it
-goes down and comes back as any other. The packed block has no bytes; its entries have them decoded, once for
-all views.
+The payload takes the place of the packed block among the blocks that can be evicted: the ``keep`` budget
+counts it, and it is written and loaded like any other block. The packed block has no bytes. When one of its
+entries is needed, the bytes are decoded once for all views.
 """
 
 from __future__ import annotations
@@ -37,52 +37,53 @@ __all__ = ["Packer", "Price", "Replayable", "decode_separately"]
 
 
 class Price(NamedTuple):
-    """What it takes to hold a block packed, or to compute it again."""
+    """The cost of packing or recomputing a block."""
 
     resident_bytes: int
-    """In place from the save to the free."""
+    """Bytes held in place from the save until the block is freed."""
     save_seconds: float
-    """When it is saved."""
+    """Seconds when the block is saved."""
     use_seconds: float
-    """When backward uses it."""
+    """Seconds when backward uses the block."""
     made_bytes: int
-    """In memory from the first use to the free."""
+    """Bytes in memory from the first use until the block is freed."""
 
 
 class Replayable(Protocol):
-    """What computes a block again: see :mod:`backstash._recompute.blocks`."""
+    """The recomputation of a block: see :mod:`backstash._recompute.blocks`."""
 
     depth: int
-    """How many blocks one after another are recomputed, with this one."""
+    """How many blocks must be recomputed one after another to get this one, itself included."""
     sources: tuple[Tensor | None, ...]
-    """The memory that each operand was saved from, where that is alive: to be compared with once."""
+    """The memory that each operand was saved from, if it is alive, for one comparison."""
 
     def result(self, values: Sequence[Tensor]) -> Tensor:
-        """Compute it again, from the value of each operand: all elements, as they lie in memory."""
+        """Return the recomputed elements, in memory order, from the value of each operand."""
 
     def key(self, block: Block) -> tuple[Any, ...]:
-        """What decides the bits of the result beside the operands': alike for two replays of one class."""
+        """Return what decides the bits of the result in addition to the operands. Replays of one class are
+        those with an equal key."""
 
     def reason_against(self, block: Block) -> str:
-        """Why ``block``, which is complete and in place, cannot be recomputed; ``""``: it can."""
+        """Return why ``block``, which is complete and in place, cannot be recomputed; ``""`` if it can."""
 
     def given(self) -> list[Tensor] | None:
-        """The values of all operands, where they are in place."""
+        """Return the values of all operands, if they are in place."""
 
     def derivation(self, block: Block, fingerprint: Any) -> Derivation:
-        """What makes ``block``, whose bytes have this fingerprint."""
+        """Return the derivation of ``block``, whose bytes have this fingerprint."""
 
 
 class Packer:
     """Encodes the blocks of one device, and decodes them. The caller holds the stash's lock.
 
     Args:
-        resident: what is in place, payloads too.
-        reclaim_queue: gets the cleanups of payloads.
-        section: the stash's.
-        pool: memory to decode to on the CPU.
-        device: whose blocks; ``None`` for the CPU.
-        made: is told when there is a block to be made from others.
+        resident: the blocks in place, including payloads.
+        reclaim_queue: receives the cleanups of payloads.
+        section: the critical section of the stash.
+        pool: provides memory for decoding on the CPU.
+        device: the device of the blocks; ``None`` for the CPU.
+        made: notified when some block is derived from others.
     """
 
     def __init__(
@@ -102,28 +103,28 @@ class Packer:
         self._pool = pool
         self._device = device
         self._checked: set[tuple[type, str, torch.dtype]] = set()  # on an accelerator
-        self._replayed: set[tuple[Any, ...]] = set()  # classes whose replay was bit-equal
-        self._priced: set[tuple[Any, ...]] = set()  # what an accelerator has loaded its kernels for
+        self._replayed: set[tuple[Any, ...]] = set()  # classes whose replay gave equal bits
+        self._priced: set[tuple[Any, ...]] = set()  # keys whose kernels were loaded
         self.has_room: Callable[[int], bool] | None = None
-        """Asked before bytes are decoded: it gives back free memory where a budget is near."""
-        # By its number, a backward whose end asks an accelerator; the engine alone holds it, and drops it where
-        # that backward raises.
+        """Called before bytes are decoded. Frees memory if a budget is nearly used up."""
+        # By the number of a backward: what to check on an accelerator when it ends. Only the engine holds the
+        # value, and drops it if that backward raises.
         self._endings: weakref.WeakValueDictionary[int, _Ending] = weakref.WeakValueDictionary()
-        self._replay_seconds = 0.0  # of the last one that was compared
+        self._replay_seconds = 0.0  # of the last replay that was compared
         self.saw_unknown = True
-        """Whether a replay was asked for whose class had not been compared, since this was last set to no."""
+        """Whether a replay of a class that was not compared yet was requested since this was last reset."""
         self.recomputed_bytes = 0
-        """Bytes of the blocks that were let go so far, to be computed again."""
+        """Bytes of the blocks that were freed so far, to be recomputed."""
         self.packed_bytes = self.payload_bytes = 0
-        """Bytes of the blocks that were packed so far, and of what was made of them."""
+        """Bytes of the blocks that were packed so far, and of their payloads."""
         self.refused: dict[str, list[int]] = {}
         """By reason: how many blocks were not packed, and their bytes."""
 
     def pack(self, codec: Codec, block: Block) -> Block | None:
-        """Encode a complete block in place as ``codec`` does.
+        """Encode a complete block in place with ``codec``.
 
-        Returns the block that is to move: the payload's, or ``block`` itself where it is not packed; ``None``
-        where no bytes are left, or ``block`` was changed in place and is lost.
+        Returns the block to move: the payload's, or ``block`` itself if it is not packed. Returns ``None`` if
+        the payload needs no bytes, or if ``block`` was modified in place and is lost.
         """
         encoded = self._reason_against(block, exact=codec.exact) or self._encode(block, codec)
         if block.storage_version.changed:
@@ -140,9 +141,9 @@ class Packer:
         return block
 
     def discard(self, replay: Replayable, block: Block) -> Block | None:
-        """Let go of a complete block in place, which ``replay`` computes again.
+        """Free a complete block in place, which ``replay`` recomputes later.
 
-        Returns ``None``; or ``block`` itself, where it cannot be let go and is to move.
+        Returns ``None``, or ``block`` itself if it cannot be freed and has to move.
         """
         told: Any = None
         reason = self._reason_against(block, exact=True) or replay.reason_against(block)
@@ -176,8 +177,8 @@ class Packer:
         return fingerprint(storage) if device is None else device.mark(storage, device.stream())
 
     def _reason_to_doubt(self, block: Block, replay: Replayable) -> str:
-        """Why a replay is not known to give the bytes of ``block``: the first one of a class (the same module,
-        operations, shapes, alignment and threads) is compared, once in this stash."""
+        """Return why a replay is not known to give the bytes of ``block``. This stash compares the first
+        replay of each class (the same module, operations, shapes, alignment and threads)."""
         key = replay.key(block)
         if key in self._replayed:
             return ""
@@ -191,7 +192,7 @@ class Packer:
         return reason
 
     def _compare(self, block: Block, replay: Replayable, given: list[Tensor]) -> str:
-        """Why ``replay`` of these values is not ``block``; ``""``: it is. Notes the seconds that it took."""
+        """Return why ``replay`` of these values is not ``block``; ``""`` if it is. Records its duration."""
         alias = block.placement.alias
         assert alias is not None
         with without_function_modes(), torch.no_grad(), profiled("replay", block.cleanup.module):
@@ -209,7 +210,7 @@ class Packer:
         return ""
 
     def price(self, block: Block, codec: Codec) -> Price | None:
-        """What holding ``block`` by ``codec`` takes; ``None``: it cannot be held so. It stays as it is."""
+        """Return the cost of packing ``block``, unchanged, with ``codec``; ``None`` if impossible."""
         if self._reason_against(block, exact=codec.exact) or block.placement.alias is None:
             return None
         try:
@@ -223,12 +224,12 @@ class Packer:
         if isinstance(encoded, str):
             return None
         nbytes = encoded.payload.nbytes if encoded.payload is not None else 0
-        # On the CPU it was decoded to be compared, too, which takes about half of the time.
+        # On the CPU the encoding was also decoded for comparison, which takes about half of the time.
         use_seconds = seconds if self._device is not None else seconds / 2
         return Price(nbytes, seconds, use_seconds, block.nbytes)
 
     def price_of_replay(self, block: Block, replay: Replayable) -> Price | None:
-        """What letting go of ``block`` takes, which ``replay`` would compute again; ``None``: it cannot be."""
+        """Return the cost of freeing ``block`` and replaying it; ``None`` if impossible."""
         alias = block.placement.alias
         if alias is None or self._reason_against(block, exact=True):
             return None
@@ -253,7 +254,7 @@ class Packer:
         return Price(0, told_seconds, self._replay_seconds + told_seconds, block.nbytes)
 
     def _is_first(self, *key: Any) -> bool:
-        """Whether an accelerator has yet to load the kernels for this, which is not to be timed."""
+        """Return whether an accelerator must still load the kernels for ``key``: do not time that."""
         if self._device is None or key in self._priced:
             return False
         self._priced.add(key)
@@ -264,7 +265,7 @@ class Packer:
         return time.perf_counter() if device is None else device.time_mark()
 
     def _seconds_since(self, began: Any) -> float:
-        """On an accelerator of its own time; the host waits."""
+        """Return the seconds since ``began``. On an accelerator this is device time, and the host waits."""
         device, now = self._device, self._now()
         return float(now - began) if device is None else device.seconds_between(began, now)
 
@@ -282,7 +283,7 @@ class Packer:
         return ""
 
     def _encode(self, block: Block, codec: Codec) -> Encoded | str:
-        """What ``codec`` makes of ``block``, or why that is not used."""
+        """Return the encoding of ``block`` by ``codec``, or why it is not used."""
         alias = block.placement.alias
         assert alias is not None
         count = block.nbytes // block.dtype.itemsize
@@ -309,7 +310,7 @@ class Packer:
         return encoded
 
     def _comes_back(self, values: Tensor, encoded: Encoded, codec: Codec) -> bool:
-        """Whether decoding gives the bits of ``values``; on an accelerator it is seen once that it does."""
+        """Return whether decoding gives ``values``. An accelerator checks each codec and dtype once."""
         key = type(codec), repr(codec), values.dtype
         if self._device is not None and key in self._checked:
             return True
@@ -333,10 +334,10 @@ class Packer:
             entry = Entry(inner, payload, 0)
             inner.entries = 1
             resident.hold(inner)
-        # Of parts, another thread may have filled one since they were encoded: no later save shares them.
+        # Another thread may have written to a part since it was encoded, so no later save may share its block.
         if not block.saves.are_as_expected and not block.storage_version.is_parted:
             block.take_fingerprint(self._device)
-        # From here on the payload is what there is: counts and queues follow.
+        # From here on only the payload is held. The counts and queues are updated to match.
         block.placement = Derived(_Packing(codec, encoded.recipe, block.dtype, entry))
         resident.leave(block)
         nbytes = inner.nbytes if inner is not None else 0
@@ -354,7 +355,7 @@ class Packer:
         version = StorageVersion(payload, payload.untyped_storage())
         inner = Block(version, payload, self._reclaim_queue, block.number)
         inner.thread_state, inner.stream, inner.tier = block.thread_state, block.stream, block.tier
-        inner.saves.expected = inner.saves.done  # nobody else saves it
+        inner.saves.expected = inner.saves.done  # it will not be saved again
         inner.forward_pass, inner.index = block.forward_pass, block.index
         cleanup = inner.cleanup
         cleanup.module, cleanup.is_counted = block.cleanup.module, False
@@ -364,19 +365,19 @@ class Packer:
     def decode(
         self, entry: Entry, derivation: Derivation, given: Any
     ) -> tuple[Tensor, int, Arrival | None]:
-        """A storage with the bytes of a derived block, where they begin in it, and what each user of it is to
-        be ordered after. Outside the section.
+        """Return a storage with the bytes of a derived block, their offset, and what users of it must be
+        ordered after. Called outside the section.
 
         Args:
-            entry: of the block.
-            derivation: of it.
-            given: what that is given.
+            entry: an entry of the block.
+            derivation: how to compute the bytes.
+            given: the inputs of ``derivation``.
 
-        Raises ``MemoryError`` or ``torch.OutOfMemoryError`` where there is no memory for them.
+        Raises ``MemoryError`` or ``torch.OutOfMemoryError`` if there is no memory for the bytes.
         """
         block, device = entry.block, self._device
         if device is not None and isinstance(given, Tensor):
-            # The program may have waited for the tensor, not for what was made of it afterwards.
+            # The program may have waited for the tensor itself, but not for the payload made from it.
             _MadeOn(device, block.stream, given).order()
         elif device is not None:
             for operand in given or ():
@@ -403,11 +404,11 @@ class Packer:
             event_log.emit("decode", *block.facts, cause=block.where, began=began)
         return root, low, None if device is None else _MadeOn(device, device.stream(), root)
 
-    # On an accelerator, whether what was computed again is what was let go is known when the device gets there.
+    # On an accelerator the comparison of recomputed bytes ends when the device gets to it.
 
     def _ask_at_the_end(self, error: InplaceError, check: Check) -> None:
-        """Raise ``error`` where the device finds a difference: when the running backward ends, so that the host
-        waits once; at once where none runs."""
+        """Raise ``error`` if the device finds a difference. The check is made when the running backward ends,
+        so that the host waits once, or immediately if no backward runs."""
         if not in_backward():
             if check.differs():
                 raise error
@@ -415,7 +416,7 @@ class Packer:
         task = running_task()
         with self._section.lock, self._section:
             ending = self._endings.get(task)
-            if ending is not None and ending.has_asked:  # a callback that came later unpacks
+            if ending is not None and ending.has_asked:  # a later callback of that backward unpacks
                 ending = None
             is_new = ending is None
             if ending is None:
@@ -426,7 +427,7 @@ class Packer:
 
 
 class _Ending:
-    """What an accelerator is to be asked when one backward ends."""
+    """The checks to make on an accelerator when one backward ends."""
 
     __slots__ = ("__weakref__", "due", "has_asked")
 
@@ -435,10 +436,11 @@ class _Ending:
         self.due: list[tuple[InplaceError, Check]] = []
 
     def __call__(self) -> None:
-        """Raise the error of the first replay of which the device has found that it gave other bits.
+        """Raise the error of the first check in which the device found a difference.
 
         Raises:
-            InplaceError: there is one. The gradients of the backward that has just ended are not to be used.
+            InplaceError: recomputed bits differ. The gradients of the backward that has just ended are
+                invalid.
         """
         self.has_asked = True
         for error, check in self.due:
@@ -447,7 +449,7 @@ class _Ending:
 
 
 class _Packing(Derivation):
-    """The bytes are what ``codec`` decodes a payload to."""
+    """The bytes are decoded from a payload by ``codec``."""
 
     __slots__ = ("_codec", "_payload", "_recipe", "dtype")
     where = "packed"
@@ -458,7 +460,7 @@ class _Packing(Derivation):
     ) -> None:
         self._codec = codec
         self._recipe = recipe
-        self._payload = payload  # None where the recipe says all
+        self._payload = payload  # None if the recipe is enough
         self.dtype = dtype
 
     def given(self, unpack: Callable[[Any], Tensor]) -> Tensor | None:
@@ -466,7 +468,7 @@ class _Packing(Derivation):
         return None if self._payload is None else unpack(self._payload)
 
     def given_ahead(self, unpack: Callable[[Any], Tensor]) -> Tensor | None:
-        """See :meth:`Derivation.given_ahead`: the program never has a payload."""
+        """See :meth:`Derivation.given_ahead`: the program has no access to a payload."""
         return self.given(unpack)
 
     @property
@@ -480,7 +482,7 @@ class _Packing(Derivation):
 
 
 class _MadeOn:
-    """Memory of an accelerator that one stream has filled, for those that use it."""
+    """Memory of an accelerator that one stream has filled, for other streams that use it."""
 
     __slots__ = ("_device", "_memory", "_stream")
 
@@ -500,7 +502,7 @@ class _MadeOn:
 def decode_separately(
     entry: Entry, derivation: Derivation, given: Any, device: Device | None
 ) -> tuple[Tensor, int]:
-    """As :meth:`Packer.decode`, to memory of the caller's own: nothing that is shared is touched."""
+    """Like :meth:`Packer.decode`, but in new memory and without touching anything shared."""
     block = entry.block
     root, low = torch.empty(block.nbytes, dtype=torch.uint8, device=entry.device), 0
     if entry.device.type == "cpu":
@@ -514,8 +516,8 @@ def decode_separately(
 def _fill(
     entry: Entry, derivation: Derivation, given: Any, root: Tensor, low: int, device: Device | None
 ) -> Check | None:
-    """Make the bytes in ``root`` from ``low`` on; no mode of the program sees or changes it. Returns what an
-    accelerator is to be asked of it."""
+    """Compute the bytes in ``root`` from ``low`` on, hidden from the program's modes. Return the check that an
+    accelerator has to make."""
     with without_function_modes(), without_dispatch(), torch.no_grad():
         derivation.make(given, root[low : low + entry.block.nbytes].view(derivation.dtype))
         return _check(entry, derivation, root, low, device)
@@ -524,7 +526,7 @@ def _fill(
 def _check(
     entry: Entry, derivation: Derivation, root: Tensor, low: int, device: Device | None
 ) -> Check | None:
-    """Whether what was computed again is what was let go: its input may have been written unseen."""
+    """Check recomputed bytes against their fingerprint: an input may have been written unnoticed."""
     if derivation.fingerprint is None:
         return None
     storage, nbytes = root.untyped_storage(), entry.block.nbytes
@@ -539,7 +541,7 @@ def _check(
 
 
 def _own(payload: Tensor | None, values: Tensor, codec: Codec) -> Tensor | None:
-    """``payload`` in memory of its own, with nothing else in it."""
+    """Return ``payload`` in a storage of its own."""
     if payload is None:
         return None
     if type(payload) is not Tensor or payload.device != values.device or payload.numel() == 0:

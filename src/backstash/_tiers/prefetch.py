@@ -1,4 +1,4 @@
-"""Loads on demand, and readahead: bytes come back once for all the views that want them."""
+"""Loads on demand and ahead of need. Each load serves all views that need the bytes."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from .making import MadeAhead
 
 __all__ = ["Prefetcher"]
 
-_LOOKS_IN_A_WINDOW = 128  # ahead, at most, while as many bytes are used as the window holds
+_LOOKS_IN_A_WINDOW = 128  # at most so many look-aheads while a window's bytes are used
 
 
 class Prefetcher:
     """Loads blocks from the tier below. Methods are called inside ``section`` unless they say otherwise.
 
     Args:
-        begin_work: hands a piece of work to a worker.
-        tier: that has the bytes; ``None`` where nothing ever moves.
-        ahead: holds what comes back.
-        server: gives entries the views of it.
-        made: the blocks that are derived from others, made ahead of need.
-        section: the stash's.
-        event_log: gets reads and stalls, where somebody records.
+        begin_work: hands a :class:`Work` to a worker.
+        tier: holds the bytes; ``None`` if nothing ever moves.
+        ahead: holds the loaded bytes.
+        server: returns the views of entries.
+        made: computes derived blocks ahead of need.
+        section: the critical section of the stash.
+        event_log: receives reads and stalls, while there is a recording.
     """
 
     def __init__(
@@ -55,22 +55,22 @@ class Prefetcher:
         self._made = made
         self._take = server.take
         self.at_hand = server.at_hand
-        """The saved view of an entry, where the block's bytes are in memory."""
+        """Returns the saved view of an entry, if the block's bytes are in memory."""
         self._section = section
         self._event_log = event_log
-        self._used_bytes = 0  # by backward, since what comes next was looked at
+        self._used_bytes = 0  # by backward, since the last look-ahead
         self.read_bytes = 0
         self.stall_seconds = 0.0
         self.hits = self.misses = 0
 
     def load(self, block: Block) -> tuple[Load, bool]:
-        """The load that brings a block's bytes, begun if it was not; and whether it was begun here."""
+        """Return the load of a block's bytes, begun if necessary, and whether this call began it."""
         backing = block.placement.backing
         assert backing is not None
         load = backing.load
         if load is None:
             self.misses += 1
-            self._used_bytes = self.ahead.window_bytes  # it is high time to look ahead
+            self._used_bytes = self.ahead.window_bytes  # so that the next use looks ahead
             return self._begin_now(backing), True
         if backing.ahead:
             backing.ahead = False
@@ -78,13 +78,13 @@ class Prefetcher:
         return load, False
 
     def view(self, entry: Entry, load: Load, *, mine: bool) -> Tensor:
-        """The saved view from below. Outside the section: it waits for the load.
+        """Return the saved view from the tier below. Called outside the section: it waits for the load.
 
         Args:
-            entry: whose view it is.
-            load: from :meth:`load`, as ``mine``.
+            entry: the entry of the view.
+            load: the first result of :meth:`load`; ``mine`` is the second.
 
-        Raises ``StashIOError`` when the store cannot give the bytes; the entry stays whole.
+        Raises ``StashIOError`` if the store cannot read the bytes; the entry stays valid.
         """
         block, section = entry.block, self._section
         backing = block.placement.backing
@@ -94,13 +94,13 @@ class Prefetcher:
             if error is not None and mine:
                 raise error
             with section.lock, section:
-                if block.loaded is not None:  # another thread has served the block meanwhile
+                if block.loaded is not None:  # another thread has loaded the block meanwhile
                     ready = self.at_hand(entry)
                     if ready is not None:
                         self.look_ahead(block)
                         return ready
-                # One ahead of need that failed is begun again, and so is one whose memory another
-                # thread's backward has changed.
+                # A load ahead of need that failed begins again, and so does one whose memory was modified by
+                # another thread's backward.
                 if error is None and load.memory._version == 0:
                     view = self._take(entry, block, backing, load.memory, load.arrival)
                     self.look_ahead(block)
@@ -110,13 +110,13 @@ class Prefetcher:
     def made(
         self, entry: Entry, derivation: Derivation, used: Callable[[Entry], None]
     ) -> Tensor | None:
-        """The saved view of a derived block that was begun ahead of need; ``None``: it is to be made now.
-        Outside the section: it waits.
+        """Return the saved view of a derived block whose computation began ahead of need; ``None`` if it has
+        to be computed now. Called outside the section: it waits.
 
         Args:
-            entry: of the block.
-            derivation: of it.
-            used: is given each entry that it was made from.
+            entry: an entry of the block.
+            derivation: how to compute the block.
+            used: called with each entry that it was computed from.
         """
         block, section = entry.block, self._section
         making = block.making
@@ -132,7 +132,7 @@ class Prefetcher:
                     return None
                 for each in derivation.entries:
                     used(each)
-            else:  # another thread has come for it, or it was dropped
+            else:  # another thread has taken it, or it was discarded
                 view = self.at_hand(entry)
             if view is not None:
                 self.hits += 1
@@ -141,19 +141,19 @@ class Prefetcher:
             return view
 
     def serve_decoded(self, entry: Entry, root: Tensor, low: int, arrival: Any) -> Tensor:
-        """The saved view of a derived block, whose bytes begin at ``low`` of ``root``. Outside the section."""
+        """Return the saved view of a derived block at ``low`` of ``root``. Called outside the section."""
         block, section = entry.block, self._section
         with section.lock, section:
-            view = self.at_hand(entry)  # another thread may have decoded the block meanwhile
+            view = self.at_hand(entry)  # another thread may have decoded the block
             if view is None:
                 self._made.drop(block)
                 view = self._take(entry, block, None, root, arrival, low)
-            self._used_bytes = self.ahead.window_bytes  # it is high time to look ahead
+            self._used_bytes = self.ahead.window_bytes  # so that look_ahead does not return early
             self.look_ahead(block)
         return view
 
     def look_ahead(self, block: Block) -> None:
-        """After ``block`` was used: ask for what comes next, as far as the window goes."""
+        """Begin to load the blocks that are expected after ``block``, as far as the window allows."""
         ahead = self.ahead
         if ahead.nbytes > ahead.window_bytes:
             ahead.shrink(to_bytes=ahead.window_bytes, using=block)
@@ -163,9 +163,9 @@ class Prefetcher:
                 return
         elif self._tier.runs_ahead:
             self._tier.poll()
-        self._used_bytes += block.nbytes // max(1, block.entries)  # each of them is used
+        self._used_bytes += block.nbytes // max(1, block.entries)  # each entry is used
         if self._used_bytes < ahead.window_bytes // _LOOKS_IN_A_WINDOW:
-            return  # small ones, and what comes next was asked for
+            return  # few bytes were used since the last look-ahead
         self._used_bytes = 0
         makes = makes and self._made.has_time()
         number, turn = block.number, max(block.turn, 1)
@@ -182,13 +182,13 @@ class Prefetcher:
             if placement.alias is not None or backing is None or backing.load is not None:
                 continue
             if following.loaded is not None or following.turn >= turn:
-                continue  # at hand, or used in this pass: the node that runs now holds it still
+                continue  # in memory, or used in this pass: the node that runs now still holds it
             if backing.buffer is None and not self._begin_ahead(following, backing):
                 break
         ahead.peak_bytes = max(ahead.peak_bytes, ahead.nbytes)
 
     def free(self) -> None:
-        """Let go of what is held: the device ran out of memory. Outside the section."""
+        """Free all loaded bytes, since the device ran out of memory. Called outside the section."""
         with self._section.lock, self._section:
             self.ahead.shrink(to_bytes=0)
 
@@ -207,11 +207,11 @@ class Prefetcher:
         try:
             return self._begin(backing, ahead=False)
         except torch.OutOfMemoryError:
-            self.ahead.shrink(to_bytes=0)  # what was read ahead is needed later, this now
+            self.ahead.shrink(to_bytes=0)  # bytes read ahead are needed later; these are needed now
             return self._begin(backing, ahead=False)
 
     def _begin_ahead(self, block: Block, backing: Backing) -> bool:
-        """Begin to read ahead of need; whether there was room."""
+        """Begin to read ahead of need. Return whether there was space."""
         assert self._tier is not None
         ahead, nbytes = self.ahead, backing.nbytes
         goes_beyond = not ahead.make_room(nbytes)
@@ -235,7 +235,7 @@ class Prefetcher:
         return True
 
     def _wait(self, load: Load, backing: Backing, block: Block, mine: bool) -> BaseException | None:
-        """Wait for a load, made by this thread where no worker has begun it; the error, if there was one."""
+        """Wait for a load, or make it if no worker has begun it. Return the error, if there was one."""
         with self._stall(block):
             if load.work is not None:
                 self._runner(load.work, backing, block, "demand" if mine else "ahead")()
@@ -248,7 +248,7 @@ class Prefetcher:
 
     @contextmanager
     def _stall(self, block: Block) -> Iterator[None]:
-        """Within, backward waits for a block."""
+        """Count the time inside this context as backward waiting for ``block``."""
         began = time.perf_counter()
         try:
             with profiled("stall on the way up", block.cleanup.module):
@@ -275,7 +275,7 @@ class Prefetcher:
 
 
 def _derived(block: Block, turn: int) -> tuple[Block, Derivation] | None:
-    """``block``, or what it is the payload of, if that is derived and neither at hand nor used in this pass."""
+    """Return ``block``, or the block that it is the payload of, if this pass must still compute that."""
     one = block.packs() if block.packs is not None else block
     derivation = one.placement.derivation if one is not None else None
     if one is None or derivation is None or one.turn >= turn:
@@ -290,5 +290,5 @@ def _named(block: Block) -> tuple[int, str]:
 
 def _run_and_emit(event_log: EventLog, work: Work, facts: tuple[int, int, str], cause: str) -> None:
     began = time.perf_counter()
-    if work.run():  # else another thread has, and recorded it
+    if work.run():  # otherwise another thread has run and recorded it
         event_log.emit("read", *facts, cause=cause, began=began)

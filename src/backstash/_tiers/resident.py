@@ -1,8 +1,8 @@
-"""The resident set: which blocks stay in place within the ``keep`` budget, and which leave first.
+"""The resident set: which blocks stay in place within the ``keep`` budget, and which are evicted first.
 
-The newest blocks stay up to the limit; the oldest beyond it go. On an accelerator copies begin some bytes
-before the limit is reached, and memory is let go only beyond it, or where the device runs short: a block
-that is still in place when backward comes need not be brought back.
+The newest blocks stay, up to the limit; older blocks are evicted. On an accelerator copies begin some bytes
+below the limit, but memory is freed only beyond the limit or if the device runs short of memory. A block that
+is still in place when backward needs it need not be loaded.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ class ResidentSet:
     """Counts the blocks that are in place. The caller holds the stash's lock.
 
     Args:
-        event_log: gets the blocks that come, return and are lost.
-        limit: the most bytes that stay; ``None``: no limit. May be set.
+        event_log: receives events of blocks that are saved, return, or are lost.
+        limit: the most bytes that stay in place; ``None``: no limit. May be changed.
         early: on an accelerator, how many bytes below ``limit`` copies begin.
-        memory: what the accelerator has free; ``None`` on the CPU.
+        memory: the free memory of the accelerator; ``None`` on the CPU.
     """
 
     def __init__(
@@ -40,39 +40,39 @@ class ResidentSet:
         self._early = early
         self.memory = memory
         self._ceiling: int | None = (
-            None  # of a limit that follows, since the device ran out of memory
+            None  # the most that `limit` may become, once the device ran out of memory
         )
-        self.short_bytes = 0  # bytes that the device lacked when it was last asked
-        self.queue = WeakQueue[Block](is_resident)  # that may go, oldest first
+        self.short_bytes = 0  # bytes that the device lacked at the last check
+        self.queue = WeakQueue[Block](is_resident)  # blocks that may be evicted, oldest first
         self.nbytes = self.peak_bytes = 0
         self.is_planned = False
-        """Whether a plan says what leaves: then none leaves early, and what was copied is let go at once."""
+        """Whether a plan decides what is evicted. Then no copy begins early or lingers in memory."""
 
     def admit(self, block: Block) -> None:
-        """A new block, in place."""
+        """Add a new block, which is in place."""
         block.cleanup.resident_bytes = block.nbytes
         self.nbytes += block.nbytes
         if self.event_log.on and not block.entries:
             self.saved(block)
 
     def saved(self, block: Block) -> None:
-        """Tell whoever records of a new block."""
+        """Emit the event for a new block."""
         cause = "backward" if current_node() is not None else ""
         self.event_log.emit("save", *block.facts, cause=cause)
 
     def hold(self, payload: Block) -> None:
-        """What a block was packed to, in place."""
+        """Add the payload of a packed block, which is in place."""
         payload.cleanup.resident_bytes = payload.nbytes
         self.nbytes += payload.nbytes
 
     def leave(self, block: Block) -> None:
-        """It is on its way down, or lost, and no longer counted."""
+        """Remove a block that is being written or is lost."""
         cleanup = block.cleanup
         self.nbytes -= cleanup.resident_bytes
         cleanup.resident_bytes = 0
 
     def take_back(self, block: Block) -> None:
-        """It could not be moved, and stays where it was."""
+        """Restore a block that could not be written. It stays in place."""
         alias = block.placement.alias
         assert alias is not None
         block.placement = Resident(alias)
@@ -83,14 +83,14 @@ class ResidentSet:
             self.event_log.emit("return", *block.facts)
 
     def lose(self, block: Block) -> None:
-        """Its bytes were changed before a whole copy was known to exist: backward will raise."""
+        """Mark a block as lost: modified before a whole copy was known to exist. Backward will raise."""
         block.placement = Lost(block.storage_version.probe._version)
         self.leave(block)
         if self.event_log.on:
             self.event_log.emit("lose", *block.facts)
 
     def most(self, nbytes: int, leaving: int) -> int | None:
-        """Target resident bytes after admitting ``nbytes``, with ``leaving`` bytes in flight.
+        """Return the target for resident bytes after adding ``nbytes``, with ``leaving`` bytes in flight.
 
         ``None``: unlimited.
         """
@@ -98,10 +98,10 @@ class ResidentSet:
         if memory is None:
             return self.limit
         if memory.device.is_capturing():
-            return None  # nothing may be asked of the device
+            return None  # the device cannot be queried during a graph capture
         early = 0 if self.is_planned else self._early
         most = None if self.limit is None else max(0, self.limit - early)
-        if most != 0:  # else all goes anyway
+        if most != 0:  # if it is 0, everything is evicted anyway
             self.short_bytes = memory.shortage(nbytes)
             if self.short_bytes > leaving:
                 left = max(0, self.nbytes + leaving - self.short_bytes)
@@ -109,24 +109,24 @@ class ResidentSet:
         return most
 
     def wants_room(self, leaving: int) -> bool:
-        """Whether completed copies should release their source memory now, with ``leaving`` bytes in flight."""
+        """Return whether completed copies should free their sources now. ``leaving`` bytes are in flight."""
         if self.memory is None or self.short_bytes or self.is_planned:
             return True
         return self.limit is not None and self.nbytes + leaving > self.limit
 
     def set_limit(self, limit: int | None) -> None:
-        """The most bytes that stay from now on, whatever was learned."""
+        """Set the most bytes that stay in place, and forget what was learned from running out of memory."""
         self.limit, self._ceiling = limit, None
 
     def follow(self, free_bytes: int) -> None:
-        """From now on keep half of the memory that is free, with what is kept already."""
+        """Keep half of the free memory, counting what is already kept, from now on."""
         half = (self.nbytes + free_bytes) // 2
         self.limit = half if self._ceiling is None else min(half, self._ceiling)
 
     def halve(self) -> int | None:
-        """The device ran out of memory: keep half of what was kept from now on, at most.
+        """Halve the limit after the device ran out of memory.
 
-        Returns the new limit; ``None`` where nothing was kept, or there is no device.
+        Returns the new limit; ``None`` if nothing was kept or there is no device.
         """
         if self.memory is None:
             return None
@@ -138,12 +138,12 @@ class ResidentSet:
         return self.limit
 
     def restore(self, blocks: list[Block], waiting: set[int], cleanups: list[BlockCleanup]) -> None:
-        """Rebuild what follows from what there is: see ``_session``.
+        """Rebuild the counts and queues from the living blocks: see ``_core/session``.
 
         Args:
-            blocks: that are alive, oldest first.
-            waiting: the ``id`` of each that waits for its operation's end.
-            cleanups: of all blocks, the dead ones that are yet to be settled too.
+            blocks: the living blocks, oldest first.
+            waiting: the ``id`` of each block that waits for its operation to end.
+            cleanups: of all blocks, including dead ones that are not settled yet.
         """
         self.queue = WeakQueue[Block](is_resident)
         for block in blocks:
@@ -155,5 +155,5 @@ class ResidentSet:
 
 
 def is_resident(block: Block) -> int:
-    """Whether it is in place still, and counted."""
+    """Return whether a block is still in place and counted."""
     return block.cleanup.resident_bytes

@@ -1,8 +1,8 @@
-"""Small blocks on their way down: gathered in memory, and written together.
+"""Segments: small blocks that are copied into one buffer and written together.
 
-A small block is copied into the open segment when it leaves, so its own memory is free at once. The segment
-is written when the next block does not fit, or when the window is full. One at most is open, and its blocks
-own it: one whose blocks have all died is never written.
+A small block is copied into the open segment when it is evicted, so its own memory is free at once. The
+segment is written when the next block does not fit or the window is full. At most one segment is open. Its
+blocks own it: if they have all died, it is never written.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from .resident import ResidentSet
 __all__ = ["SEGMENT_BYTES", "SMALL_BYTES", "Segments"]
 
 SMALL_BYTES = 512 << 10
-"""Blocks below travel in segments."""
+"""Smaller blocks are written in segments."""
 
 SEGMENT_BYTES = 4 << 20
-"""What one segment holds, where the window is not smaller."""
+"""The size of a segment, unless the window is too small for it."""
 
 
 class Segments:
-    """Fills one segment after the other. The caller holds the stash's lock.
+    """Fills one segment after another. The caller holds the stash's lock.
 
     Args:
-        disk: where they are written.
-        pool: the memory that they are filled in.
+        disk: the tier that the segments are written to.
+        pool: provides the memory of the segments.
         resident: the set that small blocks leave.
         inflight: the window that counts them.
-        event_log: gets the blocks that have left, where somebody records.
+        event_log: receives events of blocks that have left, while there is a recording.
     """
 
     def __init__(
@@ -55,10 +55,10 @@ class Segments:
         self._resident = resident
         self._inflight = inflight
         self._event_log = event_log
-        self._open: weakref.ref[SegmentBacking] | None = None  # being filled; dies with its blocks
+        self._open: weakref.ref[SegmentBacking] | None = None  # the open one; dies with its blocks
 
     def gather(self, block: Block, thread_state: ThreadState) -> None:
-        """Copy ``block`` into the open segment. Raises ``StashFullError``; the block has not left then."""
+        """Copy ``block`` into the open segment. Raises ``StashFullError``; then the block stays in place."""
         segment = self._open() if self._open is not None else None
         at = segment.place(block.address, block.nbytes) if segment is not None else None
         if segment is None or at is None:
@@ -95,7 +95,7 @@ class Segments:
         return segment
 
     def _close(self) -> None:
-        """Send the open segment on its way, full or not."""
+        """Begin to write the open segment, full or not."""
         segment = self._open() if self._open is not None else None
         self._open = self._disk.open_segment = None
         if segment is None:
@@ -105,12 +105,12 @@ class Segments:
         self._disk.begin_work(work)
 
     def restore(self, segments: list[SegmentBacking]) -> None:
-        """Rebuild what follows from what there is: see ``_session``.
+        """Rebuild the writes from the living segments: see ``_core/session``.
 
-        A segment that is neither open any more nor known to have a write is given one.
+        A segment that is not open and has no known write gets a new one.
 
         Args:
-            segments: that carry living blocks.
+            segments: the segments that hold living blocks.
         """
         for segment in segments:
             is_open = self._open is not None and self._open() is segment

@@ -1,8 +1,8 @@
-"""The windows of ``inflight="auto"`` and ``prefetch="auto"``: they follow what a step saves.
+"""The windows of ``inflight="auto"`` and ``prefetch="auto"``, which follow the size of a step.
 
-A window hides the disk behind computing. Where a step saves little, a fixed window of 128 MiB holds all of it:
-then the step's peak is that of plain PyTorch, with the memory that is read into on top. So a window is an
-eighth of what a step has saved, which hides as much of a small step as of a large one.
+A window lets disk transfers overlap computation. If a step saves little, a fixed window of 128 MiB holds all
+of it, and the step's peak is plain PyTorch's plus the memory that is read into. So a window is an eighth
+of what a step has saved, which overlaps the same share of a small step as of a large one.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from .inflight import InflightWrites
 __all__ = ["LEAST_BYTES", "MOST_BYTES", "FollowingWindows"]
 
 MOST_BYTES = 128 << 20
-"""Of each window."""
+"""The upper limit of each window."""
 LEAST_BYTES = 4 << 20
-"""Of each window: what one segment of small blocks takes."""
-_PART = 8  # of what a step saves
+"""The lower limit of each window: the size of one segment of small blocks."""
+_PART = 8  # a window is this fraction of what a step saves
 
 
 class FollowingWindows:
     """Sets the windows of one device's tiers as blocks are saved. The caller holds the stash's lock.
 
     Args:
-        inflight: has the window on the way down; ``None`` if the caller fixed its size.
-        ahead: has the window on the way up; ``None`` likewise.
+        inflight: has the window for writes; ``None`` if the caller fixed its size.
+        ahead: has the window for loads; ``None`` if the caller fixed its size.
     """
 
     def __init__(self, inflight: InflightWrites | None, ahead: AheadSet | None) -> None:
@@ -34,7 +34,7 @@ class FollowingWindows:
         self._set()
 
     def saved(self, nbytes: int) -> None:
-        """A block of ``nbytes`` was saved."""
+        """Record that a block of ``nbytes`` was saved."""
         self._saved_bytes += nbytes
         self._largest_bytes = max(self._largest_bytes, nbytes)
         if self._saved_bytes > self._most_saved_bytes or nbytes > self._most_largest_bytes:
@@ -43,7 +43,7 @@ class FollowingWindows:
             self._set()
 
     def begin_step(self) -> None:
-        """A step begins. The windows are the last step's until this one saves more."""
+        """Begin a step. The windows stay as in the last step until this one saves more."""
         self._most_saved_bytes, self._saved_bytes = self._saved_bytes, 0
         self._most_largest_bytes, self._largest_bytes = self._largest_bytes, 0
         self._set()

@@ -1,4 +1,4 @@
-"""Every private call of PyTorch, each with what is done where a PyTorch lacks it. It knows no stash."""
+"""Every private call of PyTorch that the library uses, with a fallback for versions that lack it."""
 
 from .mkl import resolve as _resolve
 

@@ -1,8 +1,8 @@
-"""Recognising ``torch.utils.checkpoint``: what it saves, drops, keeps aside, and computes again.
+"""Recognize ``torch.utils.checkpoint``: what it saves, frees, caches and recomputes.
 
-It has no calls that tell. It is known by the names of its functions on the call stack, of its dispatch mode,
-and of what its hooks refer to; all are in torch 2.11 to 2.15. Where one is missing, what is done in a
-checkpoint looks like what is done outside.
+It has no calls for this. It is recognized by the names of its functions on the call stack, of its dispatch
+mode, and of the objects that its hooks refer to. All exist in torch 2.11 to 2.15. If one is missing, code
+inside a checkpoint looks like code outside.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ __all__ = [
 ]
 
 CHECKPOINT_MODULE = torch.utils.checkpoint.__name__
-"""The module that the hooks and objects of a checkpoint are of."""
+"""The module that defines the hooks and objects of a checkpoint."""
 _CACHING = "_CachingTorchDispatchMode"
 _NOT_REENTRANT = "_checkpoint_without_reentrant_generator"
-_AGAIN = ("backward", "unpack_hook")  # of the reentrant kind, and of the other
+_AGAIN = ("backward", "unpack_hook")  # of the reentrant and the non-reentrant kind
 _BETWEEN = (__name__.partition(".")[0] + ".", "torch.autograd.function")
 
 
 def is_caching() -> bool:
-    """Whether a selective checkpoint keeps outputs, past all hooks."""
+    """Return whether a selective checkpoint is caching outputs, which no hook sees."""
     return any(type(mode).__name__ == _CACHING for mode in dispatch_modes())
 
 
 def is_of_checkpoint(hook: Any) -> bool:
-    """Whether a pack hook is that of a checkpoint which is not reentrant."""
+    """Return whether a pack hook belongs to a non-reentrant checkpoint."""
     return getattr(hook, "__module__", "") == CHECKPOINT_MODULE
 
 
 def checkpoint_that_saves(frame: FrameType | None) -> str:
-    """Which kind of checkpoint calls, with nothing but us and ``Function.apply`` in between; or ``""``."""
+    """Return the kind of checkpoint that calls, through this package and ``Function.apply`` only, or ``""``."""
     kind = ""
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
@@ -58,7 +58,7 @@ def checkpoint_that_saves(frame: FrameType | None) -> str:
 
 
 def is_recomputing(frame: FrameType | None) -> bool:
-    """Whether a checkpoint runs its function again, within backward, in a frame above ``frame``."""
+    """Return whether, in a frame above ``frame``, a checkpoint runs its function again within backward."""
     while frame is not None:
         again = frame.f_code.co_name in _AGAIN
         if again and frame.f_globals.get("__name__") == CHECKPOINT_MODULE:
@@ -68,7 +68,7 @@ def is_recomputing(frame: FrameType | None) -> bool:
 
 
 def frame_behind(unpack_hook: Any) -> Any:
-    """What one checkpoint noted of all tensors that it dropped, from the hook of one of them; or ``None``."""
+    """Return a checkpoint's record of all tensors that it freed, given an unpack hook of it, or ``None``."""
     for cell in getattr(unpack_hook, "__closure__", None) or ():
         frame = cell.cell_contents
         if isinstance(getattr(frame, "weak_holders", None), list) and isinstance(
@@ -79,6 +79,6 @@ def frame_behind(unpack_hook: Any) -> Any:
 
 
 def notes_of(frame: Any) -> dict[int, Any]:
-    """What was noted of each tensor, by the ``id`` of the object that autograd holds in its place."""
+    """Return the record of each tensor, by the ``id`` of the object that autograd holds in its place."""
     pairs = zip(frame.weak_holders, frame.x_metadatas, strict=False)
     return {id(weak()): note for weak, note in pairs}

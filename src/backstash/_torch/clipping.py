@@ -1,7 +1,7 @@
-"""The function that all of torch's norm clipping goes through, and another one in its place.
+"""Replace the function through which all of torch's norm clipping goes.
 
-Torch has no hook for clipping. The function is in torch 2.11 to 2.15; where it is missing, there is
-nothing to replace.
+Torch has no hook for clipping. The function exists in torch 2.11 to 2.15; if it is missing, there is nothing
+to replace.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ _NAME = "_clip_grads_with_norm_"
 
 
 def norm_clipping() -> Callable[..., Any] | None:
-    """The function that ``clip_grad_norm_`` calls now; ``None`` where this torch has none."""
+    """Return the function that ``clip_grad_norm_`` calls now; ``None`` if this torch has none."""
     found: Callable[..., Any] | None = getattr(clip_grad, _NAME, None)
     return found
 
 
 def replace_norm_clipping(function: Callable[..., Any]) -> None:
-    """Let ``clip_grad_norm_`` call ``function``."""
+    """Make ``clip_grad_norm_`` call ``function``."""
     setattr(clip_grad, _NAME, function)

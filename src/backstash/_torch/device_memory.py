@@ -1,4 +1,4 @@
-"""What an accelerator's allocator counts, without the time that the public calls take to sort it."""
+"""The counts of an accelerator's allocator, without the time that the public calls take to sort them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _is_initialized: Any = optional("torch._C._accelerator_isAllocatorInitialized", 
 
 
 def allocator_counts(device: torch.device) -> tuple[int, int, int, int]:
-    """Bytes of tensors that are alive, the most of these so far, bytes of all so far, and how many these were.
+    """Return bytes of living tensors, their peak, bytes of all allocations, and their number.
 
-    ``torch.accelerator.memory_stats`` sorts all of its names at each call, and this is asked at each save of a
-    measured step. What it reads, private in torch 2.11 to 2.15, is a dictionary of dictionaries; where it is
+    ``torch.accelerator.memory_stats`` sorts all of its names at each call, and this function runs at each save
+    of a measured step. The private call inside it (torch 2.11 to 2.15) returns nested dictionaries. If it is
     missing, the public call is used.
     """
     if _nested is None:

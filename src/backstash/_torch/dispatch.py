@@ -1,6 +1,6 @@
-"""What stands between a program's call and the operation: function modes and dispatch modes.
+"""Function modes and dispatch modes, which act between a program's call and the operation.
 
-All of these are in torch 2.11 to 2.15.
+Everything here exists in torch 2.11 to 2.15.
 """
 
 from __future__ import annotations
@@ -39,25 +39,23 @@ __all__ = [
 dispatch_modes: Callable[[], list[Any]] = optional(
     "torch.utils._python_dispatch._get_current_dispatch_mode_stack", list
 )
-"""The dispatch modes that are active on this thread. Where torch lacks the call, none is seen."""
+"""Returns the active dispatch modes of this thread. If torch lacks the call: an empty list."""
 
 count_dispatch_modes: Callable[[], int] = optional("torch._C._len_torch_dispatch_stack", lambda: 1)
-"""How many there are. Where torch lacks the call, 1: what a mode would see is not done."""
+"""Returns their number. If torch lacks the call, 1, so that nothing is done that a mode would see."""
 
 without_function_modes: Callable[[], AbstractContextManager[None]] = required(
     "torch._C.DisableTorchFunction", "looks at a tensor without a mode of the program seeing it"
 )
-"""A context in which neither ``__torch_function__`` nor a function mode is called. Where torch lacks it, it
-raises ``UsageError``."""
+"""A context without ``__torch_function__`` and function modes. If torch lacks it: ``UsageError``."""
 
 without_dispatch: Callable[[], AbstractContextManager[Any]] = optional(
     "torch._C._DisableTorchDispatch", nullcontext
 )
-"""A context in which no ``__torch_dispatch__`` is called, of a mode or a subclass. Where torch lacks it, they
-are."""
+"""A context without ``__torch_dispatch__`` of modes and subclasses. If torch lacks it, they are called."""
 
 count_function_modes: Callable[[], int] = optional("torch._C._len_torch_function_stack", lambda: 0)
-"""How many function modes are active on this thread. Where torch lacks the call, none is counted."""
+"""Returns the number of active function modes of this thread. If torch lacks the call, 0."""
 
 _without_dispatch_modes: Callable[[], AbstractContextManager[Any]] = optional(
     "torch.utils._python_dispatch._disable_current_modes", nullcontext
@@ -67,23 +65,23 @@ _without_dispatch_modes: Callable[[], AbstractContextManager[Any]] = optional(
 push_mode: Callable[[Any], None] = required(
     "torch.utils._python_dispatch._push_mode", "sees which operations a forward runs"
 )
-"""Makes a dispatch mode the innermost of this thread. Where torch lacks it, it raises ``UsageError``."""
+"""Makes a dispatch mode the innermost of this thread. If torch lacks it, it raises ``UsageError``."""
 
 pop_mode: Callable[[], Any] = required(
     "torch.utils._python_dispatch._pop_mode", "sees which operations a forward runs"
 )
-"""Takes the innermost dispatch mode off, and returns it. Where torch lacks it, it raises ``UsageError``."""
+"""Removes and returns the innermost dispatch mode. If torch lacks it, it raises ``UsageError``."""
 
 innermost_mode: Callable[[], Any] = optional(
     "torch.utils._python_dispatch._get_current_dispatch_mode", lambda: None
 )
-"""The innermost dispatch mode of this thread; ``None``: it has none, or torch does not tell."""
+"""Returns the innermost dispatch mode of this thread; ``None`` if there is none or torch lacks the call."""
 
 
 def take_off(mode: TorchDispatchMode) -> int:
-    """Take a mode off this thread, whatever modes were entered since and are active yet.
+    """Remove a mode from this thread, even if modes entered later are still active.
 
-    Returns how many those are; -1: it was not active.
+    Returns the number of those modes; -1 if the mode was not active.
     """
     if not any(each is mode for each in dispatch_modes()):
         return -1
@@ -96,7 +94,7 @@ def take_off(mode: TorchDispatchMode) -> int:
 
 
 def put_back(mode: TorchDispatchMode, above: int) -> None:
-    """Put a mode back to where it was when :func:`take_off` returned ``above``."""
+    """Restore a mode to its place after :func:`take_off` returned ``above``."""
     others = [pop_mode() for _ in range(above)]
     for each in (mode, *reversed(others)):
         push_mode(each)
@@ -107,13 +105,12 @@ _REPLAYS = "computes again what was let go"
 below_autograd: Callable[[], AbstractContextManager[Any]] = required(
     "torch._C._AutoDispatchBelowAutograd", _REPLAYS
 )
-"""A context in which operations make no graph, whatever the grad mode is. Where torch lacks it, it raises
-``UsageError``."""
+"""A context in which operations record no graph in any grad mode. If torch lacks it: ``UsageError``."""
 
 without_autocast: Callable[[], AbstractContextManager[Any]] = required(
     "torch._C._DisableAutocast", _REPLAYS
 )
-"""A context in which no autocast is in force. Where torch lacks it, it raises ``UsageError``."""
+"""A context in which autocast is disabled. If torch lacks it, it raises ``UsageError``."""
 
 _exclude: Callable[[], Any] = required("torch._C._dispatch_tls_local_exclude_set", _REPLAYS)
 _include: Callable[[], Any] = required("torch._C._dispatch_tls_local_include_set", _REPLAYS)
@@ -130,58 +127,56 @@ _BITS = (
 
 
 class SilentMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A dispatch mode that PyTorch's compiler compiles as if it were not there, and that higher-order operators
-    go through."""
+    """A dispatch mode that the compiler ignores, and through which higher-order operators run."""
 
     supports_higher_order_operators = True
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Where dynamo asks whether a mode of the program's is active: this is none."""
+        """Return ``True``, so that dynamo does not count this as an active mode of the program."""
         return True
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Likewise."""
+        """Return ``True`` for the same reason."""
         return True
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # Else each call goes through a wrapper; who subclasses this one calls ``leave_untraced``.
+        # True would wrap each call. A module with a subclass of this class calls ``leave_untraced``.
         return False
 
 
 def with_lazy_bits() -> AbstractContextManager[None]:
-    """Inside ``__torch_dispatch__``: a context in which kernels see lazy conjugation and negation.
+    """Return a context for ``__torch_dispatch__`` in which kernels see lazy conjugation and negation.
 
-    PyTorch excludes their dispatch keys there. A kernel that conjugates what it has made itself, as that of
-    ``linalg.pinv`` does, then reads it unconjugated: its result is wrong under any dispatch mode (seen in
-    torch 2.13).
+    PyTorch excludes their dispatch keys there. A kernel that conjugates its own intermediate result, such as
+    the kernel of ``linalg.pinv``, then reads it unconjugated, so its result is wrong under any dispatch mode
+    (seen in torch 2.13).
     """
     return _force(_include(), _exclude() - _BITS)
 
 
 has_kernels: Callable[[str], bool] = optional("torch._C._dispatch_has_kernel", lambda name: False)
-"""Whether the dispatcher knows any kernel of the operator of this name. Where torch lacks the call: no."""
+"""Whether the dispatcher has a kernel for the operator of this name. If torch lacks the call: ``False``."""
 
 set_grad_enabled: Callable[[bool], None] = required("torch._C._set_grad_enabled", _REPLAYS)
-"""Sets the grad mode of this thread. Where torch lacks it, it raises ``UsageError``."""
+"""Sets the grad mode of this thread. If torch lacks it, it raises ``UsageError``."""
 
 
 def without_dispatch_modes() -> AbstractContextManager[Any]:
-    """A context in which no dispatch mode that is active now is called; subclasses' ``__torch_dispatch__`` is.
-    Where torch lacks it, modes are called."""
-    # Torch's imports much of its compiler.
+    """Return a context in which no currently active dispatch mode is called, but ``__torch_dispatch__`` of
+    subclasses is. If torch lacks it, modes are called."""
+    # Only if needed: torch's context imports much of the compiler.
     return _without_dispatch_modes() if count_dispatch_modes() else nullcontext()
 
 
 without_subclass_functions: Callable[[], AbstractContextManager[None]] = required(
     "torch._C.DisableTorchFunctionSubclass", "looks at a tensor without its subclass seeing it"
 )
-"""A context in which no ``__torch_function__`` of a subclass is called. Where torch lacks it, it raises
-``UsageError``."""
+"""A context without ``__torch_function__`` of subclasses. If torch lacks it: ``UsageError``."""
 
 
 def schema_of(operator: Any) -> Any:
-    """The schema of a dispatched operator: which arguments it writes. ``None`` where it has none."""
+    """Return the schema of a dispatched operator (which arguments it writes), or ``None``."""
     return getattr(operator, "_schema", None)

@@ -1,9 +1,9 @@
-"""Keeps ``torch.compile`` out of this package's functions.
+"""Keep ``torch.compile`` out of this package's functions.
 
-In a part of a compiled model that it cannot trace, Dynamo (the tracer of ``torch.compile``) tries every
-Python frame that begins there, also that of a hook which autograd or a module calls: it would compile
-a stash's functions again and again as their numbers change, warn of each builtin it does not know, and fail
-over a tensor that it cannot fake.
+In a part of a compiled model that it cannot trace, Dynamo (the tracer of ``torch.compile``) tries to compile
+every Python frame that begins there, including those of hooks that autograd or a module calls. It would
+compile a stash's functions again and again as their numbers change, warn about builtins that it does not know,
+and fail on tensors that it cannot fake.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 _eval_frame: Any = optional("torch._C._dynamo.eval_frame", None)
 
 not_compiled: Callable[[_F], _F] = optional("torch._disable_dynamo", lambda function: function)
-"""A decorator: compiled code calls the function as it is, and does not warn of what it cannot trace in it.
-In torch 2.11 to 2.15; where it is missing, the function itself, of which compiled code may warn."""
+"""A decorator. Compiled code calls the function without tracing it and without a warning. Exists in torch 2.11
+to 2.15; if it is missing, the function is returned unchanged, and compiled code may warn."""
 
 
 def leave_untraced(module: str) -> None:
-    """Mark the functions of ``module``'s package, as far as it is imported: Dynamo begins in none of them.
+    """Mark the imported functions of ``module``'s package, so that Dynamo does not begin in any of them.
 
-    What they call it may still compile, so a compiled function inside a stash is. Each code object is marked
-    as torch marks its own; ``torch.compiler.disable`` would import all of the compiler with backstash, and
-    cost each call some microseconds. A torch that knows no such mark traces what it will.
+    Functions that they call may still be compiled, so a compiled function inside a stash works. Each code
+    object gets the mark that torch gives its own. ``torch.compiler.disable`` would import the whole compiler
+    with backstash, and cost some microseconds at each call. A torch without this mark traces the functions.
     """
     strategy = getattr(_eval_frame, "_FrameExecStrategy", None)
     if strategy is None:
@@ -52,10 +52,10 @@ def leave_untraced(module: str) -> None:
 
 
 def untraced(function: _F) -> _F:
-    """A decorator for what a compiled model calls, such as a module's hook: Dynamo does not trace it.
+    """A decorator that keeps Dynamo from tracing a function that a compiled model calls, such as a hook.
 
-    It sets what ``torch.compiler.disable`` sets, a mark that torch 2.11 to 2.15 read; one that does not
-    traces the function. Calling that would import all of the compiler with backstash.
+    It sets the same mark as ``torch.compiler.disable``, which torch 2.11 to 2.15 read; another version traces
+    the function. Calling ``torch.compiler.disable`` would import the whole compiler with backstash.
     """
     marked: Any = function
     marked._torchdynamo_disable = True
@@ -72,7 +72,7 @@ def _codes_of(value: Any, module: str) -> list[CodeType]:
         return [
             each.__code__ for each in (value.fget, value.fset) if isinstance(each, FunctionType)
         ]
-    value = getattr(value, "__func__", value)  # of a classmethod or a staticmethod
+    value = getattr(value, "__func__", value)  # a classmethod or staticmethod
     value = getattr(value, "__wrapped__", value)
     if isinstance(value, FunctionType) and value.__module__ == module:
         return [value.__code__]

@@ -1,7 +1,7 @@
-"""The backward engine: which node runs, in which backward, and what to call at its end.
+"""The backward engine: the running node, the running backward, and callbacks at its end.
 
-Names without an argument of their own are PyTorch's functions themselves: a call of one is a call of C.
-All of them are in torch 2.11 to 2.15.
+Names without an argument of their own are PyTorch's C functions themselves. All of them exist in torch 2.11 to
+2.15.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ __all__ = [
 current_node: Callable[[], stock.Node | None] = optional(
     "torch._C._current_autograd_node", lambda: None
 )
-"""The node that the engine runs on this thread, or ``None``. Where torch lacks the call: ``None``, and
+"""Returns the node that the engine runs on this thread, or ``None``. If torch lacks the call: ``None``, and
 errors, events and logs do not name the node."""
 
 sequence_number: Callable[[], int] = required(
     "torch.autograd._get_sequence_nr", "tells whether an operation has ended"
 )
-"""The number that this thread's next node will get. Where torch lacks the call, it raises ``UsageError``:
-what an operation has yet to fill could be written before it is filled."""
+"""Returns the number that this thread's next node will get. If torch lacks the call, it raises ``UsageError``,
+since a tensor that an operation has yet to fill could otherwise be written too early."""
 
 queue_callback: Callable[[Callable[[], None]], None] = required(
     "torch.autograd.Variable._execution_engine.queue_callback", "learns that a backward has ended"
 )
-"""Has the engine call ``callback()`` when the running backward ends, as DDP and FSDP do. The engine holds
-the only reference that it is given, and drops it if backward raises. Where torch lacks the call, it raises
+"""Makes the engine call ``callback()`` when the running backward ends, as DDP and FSDP do. The engine holds
+the only reference to it, and drops it if backward raises. If torch lacks the call, it raises
 ``UsageError``."""
 
 keeps_graph: Callable[[], bool] = optional(
     "torch._C._autograd._get_current_graph_task_keep_graph", lambda: False
 )
-"""Whether the backward that runs on this thread retains its graph (``retain_graph``, ``create_graph``); True
-where none runs. Where torch lacks the call, False: what another backward wants again is then read again."""
+"""Whether the backward on this thread retains its graph (``retain_graph``, ``create_graph``); ``True`` if none
+runs. If torch lacks the call: ``False``, and another backward reads its blocks again."""
 
 _task_id: Callable[[], int] = optional("torch._C._current_graph_task_id", lambda: -1)
 _required_task_id: Callable[[], int] = required(
@@ -62,24 +62,24 @@ _will_execute: Callable[[Any], bool] = optional(
 
 
 def in_backward() -> bool:
-    """Whether this thread runs inside a backward: a forward called now recomputes a checkpoint.
+    """Return whether this thread is inside a backward, so that a forward called now recomputes a checkpoint.
 
-    Where torch lacks the call, False: a recomputed call then looks like any other call.
+    If torch lacks the call: ``False``, and a recomputing call looks like any other call.
     """
     return _task_id() != -1
 
 
 def task_or_none() -> int:
-    """The number of the backward that runs on this thread; -1: none does, or torch lacks the call."""
+    """Return the number of the backward on this thread; -1 if none runs or torch lacks the call."""
     return _task_id()
 
 
 def running_task() -> int:
-    """The number of the backward that runs on this thread.
+    """Return the number of the backward on this thread.
 
     Raises:
-        AssertionError: none runs.
-        UsageError: this torch does not tell.
+        AssertionError: no backward runs.
+        UsageError: this torch lacks the call.
     """
     task = int(_required_task_id())
     if task == -1:
@@ -88,33 +88,33 @@ def running_task() -> int:
 
 
 def may_execute(node: stock.Node) -> bool:
-    """Whether the running backward will run ``node``, or may; where torch lacks the call, it may."""
+    """Return whether the running backward will or may run ``node``. If torch lacks the call: ``True``."""
     try:
         return bool(_will_execute(node))
-    except RuntimeError:  # a leaf under autograd.grad: the engine does not tell
+    except RuntimeError:  # a leaf under autograd.grad: the engine cannot say
         return True
 
 
 def may_return_saved(node: stock.Node) -> bool:
-    """Whether what ``node`` returns may be a tensor that it saved: it is a custom function, in Python or C++.
+    """Return whether ``node`` may return a tensor that it saved: it is a custom function, in Python or C++.
 
-    PyTorch's own operations compute what they return.
+    PyTorch's own operations compute new results.
     """
     return isinstance(node, BackwardCFunction) or type(node).__name__ == "CppFunction"
 
 
 def number_of(node: Any) -> int:
-    """The sequence number that ``node`` got when it was made; 0 where it does not tell."""
+    """Return the sequence number that ``node`` got at its creation; 0 if unknown."""
     number = getattr(node, "_sequence_nr", None)
     return int(number()) if number is not None else 0
 
 
 def output_metadata(node: Any) -> tuple[Any, ...]:
-    """Shape and dtype of each output of the operation that made ``node``, as torch notes them.
+    """Return shape and dtype of each output of the operation that created ``node``, as torch records them.
 
-    Empty where torch lacks it, and for a custom function's node that outlives its graph in torch 2.11.
+    Empty if torch lacks them, and in torch 2.11 for a custom function's node that outlives its graph.
     """
     try:
-        return tuple(getattr(node, "_input_metadata", ()))  # of the gradients that come in
+        return tuple(getattr(node, "_input_metadata", ()))  # the inputs of a node are gradients
     except RuntimeError:
         return ()

@@ -1,4 +1,4 @@
-"""Tensors without memory, and the bytes that they would have: PyTorch's ``FakeTensorMode``, and a count."""
+"""Fake tensors, through PyTorch's ``FakeTensorMode``, and a count of the bytes that they would have."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ __all__ = ["FakeMemory"]
 
 
 class FakeMemory(TorchDispatchMode):
-    """While it is entered, tensors have shapes and no memory; it counts the bytes that they would have.
+    """A mode in which tensors have shapes but no memory. It counts the bytes that they would have.
 
-    A value that is asked for, as ``loss.item()`` does, is answered by one; :attr:`asked` says where. What asks
-    for more than one value, or for a shape that values decide, gets PyTorch's error.
+    If the program reads a value, as ``loss.item()`` does, it gets a one; :attr:`asked` records where. Reading
+    several values at once, or an operation whose output shape depends on values, raises PyTorch's error.
     """
 
     def __init__(self) -> None:
@@ -35,11 +35,11 @@ class FakeMemory(TorchDispatchMode):
         self._entered = ExitStack()
         self._alive: dict[int, tuple[weakref.ref[Any], int]] = {}
         self.nbytes = 0
-        """Of all storages that are alive, but for those that were :meth:`left out <leave_out>`."""
+        """Bytes of all living storages, except those that were :meth:`left out <leave_out>`."""
         self.most_bytes = 0
-        """The most since it was last set."""
+        """The peak since it was last set, in bytes."""
         self.asked: dict[str, int] = {}
-        """Where values were asked for, as ``"train.py:12"``, and how often."""
+        """Where values were read, as ``"train.py:12"``, and how often."""
 
     def __enter__(self) -> Any:
         self._entered.enter_context(self._fake)
@@ -52,7 +52,7 @@ class FakeMemory(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Call the operation, and count what it made."""
+        """Call the operation, and count its results."""
         if function is torch.ops.aten._local_scalar_dense.default:
             where = _caller()
             if where:
@@ -70,18 +70,18 @@ class FakeMemory(TorchDispatchMode):
         return found
 
     def note(self, tensor: Tensor) -> None:
-        """Count the storage of ``tensor`` for as long as it is alive."""
+        """Count the storage of ``tensor`` as long as it is alive."""
         storage = tensor.untyped_storage()
         identity, nbytes = storage_identity(storage), storage.nbytes()
         ref, before = self._alive.get(identity) or (weakref.ref(storage, self._died(identity)), 0)
         if before == _LEFT_OUT:
             return
-        self._alive[identity] = ref, nbytes  # it may have been resized
+        self._alive[identity] = ref, nbytes  # its size may have changed
         self.nbytes += nbytes - before
         self.most_bytes = max(self.most_bytes, self.nbytes)
 
     def leave_out(self, tensor: Tensor) -> None:
-        """Count the storage of ``tensor`` no more."""
+        """Stop counting the storage of ``tensor``."""
         storage = tensor.untyped_storage()
         identity = storage_identity(storage)
         ref, before = self._alive.get(identity) or (weakref.ref(storage, self._died(identity)), 0)
@@ -99,7 +99,7 @@ class FakeMemory(TorchDispatchMode):
 
 _LEFT_OUT = -1
 _NO_GUARD = ("cpu", "meta")
-# Between who asks for a value and what answers.
+# Modules between the code that reads a value and the mode.
 _BETWEEN = ("torch._tensor", "torch._compile", "torch._dynamo", "torch.utils._python_dispatch")
 
 
@@ -110,7 +110,7 @@ def _one_of(dtype: torch.dtype) -> Any:
 
 
 def _caller() -> str:
-    """The line that asks for a value, as ``"train.py:12"``; ``""`` where PyTorch asks for itself."""
+    """Return the line that reads a value, as ``"train.py:12"``; ``""`` if PyTorch itself reads it."""
     frame: Any = sys._getframe(2)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_BETWEEN):
         frame = frame.f_back

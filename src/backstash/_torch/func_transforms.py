@@ -1,20 +1,20 @@
-"""Stepping aside for ``torch.func``, whose reverse-mode transforms allow no saved-tensor hooks.
+"""Remove the stash's hooks during ``torch.func`` transforms, which do not allow saved-tensor hooks.
 
-``grad``, ``vjp``, ``jacrev`` and ``hessian`` disable hooks while they run, which is an error where a pair is
-active on the thread: a script that runs alone would end under ``backstash run``. So the two calls by which
-hooks are disabled and enabled again are replaced, from the first time that a pair of ours is pushed. If all
-pairs of the thread are ours and it is a transform that asks, they are taken off until hooks are enabled
-again: what the transform saves stays where it is, as without us. A pair that is to be pushed inside a
-transform is not: :func:`stepped_aside_for`. A pair is ours if its pack hook, or the
-object whose method that is, has a method ``steps_aside``, which is called each time; so is ``comes_back``
-afterwards, where it has one.
+``grad``, ``vjp``, ``jacrev`` and ``hessian`` disable hooks while they run, which is an error if a pair is
+active on the thread: a script that works alone would fail under ``backstash run``. So the two calls that
+disable and enable hooks are replaced when the stash first pushes a pair. If all pairs of the thread are the
+stash's and a transform disables hooks, the pairs are removed until hooks are enabled again. What the transform
+saves stays in memory, as without a stash. A pair entered inside a transform is not pushed: see
+:func:`stepped_aside_for`. A pair belongs to the stash if its pack hook, or the object of which it is a method,
+has a method ``steps_aside``. That method is called each time the pair is removed, and ``comes_back``, if there
+is one, when it returns.
 
-For whoever else asks, and where another's pair is active, the calls do what they did, but for one thing: a
-refusal leaves hooks as enabled as they were. Torch disables them and then raises, and the tracer of
-``torch.compile`` did not enable them again: every later pair of the process was refused.
+For other callers, and if another library's pair is active, the calls work as before, with one exception: a
+refusal leaves hooks enabled if they were. Torch disables them and then raises, and the tracer of
+``torch.compile`` did not enable them again, so that every later pair of the process was refused.
 
-``torch._C._autograd._saved_tensors_hooks_disable``, ``_enable`` and ``_get_disabled_error_message`` are in
-torch 2.11 to 2.15. Where one is missing, transforms are refused as before.
+``torch._C._autograd._saved_tensors_hooks_disable``, ``_enable`` and ``_get_disabled_error_message`` exist in
+torch 2.11 to 2.15. If one is missing, transforms are refused as before.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .pushed_pairs import push_unseen
 __all__ = ["REFUSAL", "left_aside", "let_transforms_pass", "stepped_aside_for"]
 
 REFUSAL = "support saved tensor hooks"
-"""In the message by which transforms disable hooks."""
+"""A part of the message with which transforms disable hooks."""
 
 _autograd: Any = torch._C._autograd
 _disable: Any = optional("torch._C._autograd._saved_tensors_hooks_disable", None)
@@ -42,21 +42,21 @@ _top: Any = optional("torch._C._autograd._top_saved_tensors_default_hooks", None
 
 class _Local(threading.local):
     def __init__(self) -> None:
-        self.aside: list[Pair] = []  # the newest first
+        self.aside: list[Pair] = []  # removed pairs, newest first
 
 
 _local = _Local()
 
 
 def let_transforms_pass() -> None:
-    """Replace the two calls, where they are not replaced yet. Called before a pair of ours is pushed."""
+    """Replace the two calls, if necessary. Called before the stash pushes a pair."""
     if _autograd._saved_tensors_hooks_disable is _disable and None not in (_enable, _message, _top):
         _autograd._saved_tensors_hooks_disable = _step_aside
         _autograd._saved_tensors_hooks_enable = _come_back
 
 
 def stepped_aside_for(pack: Any) -> bool:
-    """Whether a transform that allows no hooks runs on this thread: ``pack`` is told, and not to be pushed."""
+    """Return whether a transform without hooks runs on this thread. Then ``pack`` must not be pushed."""
     if _message is None or REFUSAL not in (_message() or ""):
         return False
     _told(Pair(pack, pack))()
@@ -64,7 +64,7 @@ def stepped_aside_for(pack: Any) -> bool:
 
 
 def left_aside(pack: Any) -> bool:
-    """Take the newest pair of ``pack`` out of those that stand aside on this thread; whether there was one."""
+    """Forget the newest removed pair of ``pack`` on this thread. Return whether there was one."""
     found = next((pair for pair in _local.aside if own_pack(pair) is pack), None)
     if found is not None:
         _local.aside.remove(found)
@@ -75,7 +75,7 @@ def _step_aside(message: str, fail_if_non_empty: bool = True) -> None:
     before = _message()
     if fail_if_non_empty and REFUSAL in message and before is None:
         take_all(_local.aside)
-        if None in map(_told, _local.aside):  # another's is active, too: the refusal is torch's own
+        if None in map(_told, _local.aside):  # another library's pair is active: let torch refuse
             _push_back()
     try:
         _disable(message, fail_if_non_empty)
@@ -87,7 +87,7 @@ def _step_aside(message: str, fail_if_non_empty: bool = True) -> None:
 
 
 def _told(pair: Pair) -> Any:
-    """What is to be told that ``pair`` steps aside; ``None`` for another's pair."""
+    """Return the method to call when ``pair`` is removed; ``None`` for another library's pair."""
     return _of(pair, "steps_aside")
 
 
@@ -110,5 +110,5 @@ def _push_back() -> None:
 
 
 for _ours, _theirs in ((_step_aside, _disable), (_come_back, _enable)):
-    # A compiled graph names the call that it makes by these.
+    # A compiled graph refers to the call by these names.
     _ours.__module__, _ours.__name__ = "torch._C._autograd", getattr(_theirs, "__name__", "")

@@ -1,4 +1,4 @@
-"""Which module made a node: written into the node's own metadata while forward runs."""
+"""Label each node with the module that created it, in the node's own metadata, while forward runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LEAF = 2**64 - 1  # the sequence number of every AccumulateGrad
 
 
 class Labels(Handle):
-    """The hooks of :func:`label_modules`. After ``remove()``, labels stay on the nodes that have them."""
+    """The hooks of :func:`label_modules`. After ``remove()``, existing labels stay on their nodes."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Labels(Handle):
         self.starts().append(sequence_number())
 
     def starts(self) -> list[int]:
-        """The first sequence number of each module call that runs on this thread."""
+        """Return the first sequence number of each module call that is running on this thread."""
         found: list[int] | None = getattr(self._local, "starts", None)
         if found is None:
             found = self._local.starts = []
@@ -39,7 +39,7 @@ class Labels(Handle):
 
 
 class _Label:
-    """Labels what one module's call made; inner modules, which end first, have labelled theirs."""
+    """Labels the nodes of one module call. Inner modules end first and have already labelled theirs."""
 
     def __init__(self, labels: Labels, path: str) -> None:
         self.labels = labels
@@ -60,15 +60,15 @@ class _Label:
 
 
 def label_modules(model: nn.Module) -> Labels:
-    """While the handle lives, each node that a module's forward makes is labelled with the module's path.
+    """Label each node that a module's forward creates with the module's path, until the handle is removed.
 
-    :func:`log_backward` reads the labels. They are in the nodes' own metadata and go with them.
+    :func:`log_backward` reads the labels. They are stored in the metadata of the nodes and die with them.
 
     Args:
-        model: its modules, as ``named_modules()`` gives them.
+        model: the model, whose modules are those of ``named_modules()``.
 
     Returns:
-        A handle with ``remove()``, also a context manager.
+        A handle with ``remove()``, which is also a context manager.
 
     >>> import torch
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
@@ -81,5 +81,5 @@ def label_modules(model: nn.Module) -> Labels:
 
 
 def module_of(node: Any) -> str:
-    """The path of the module that made ``node``, or ``""`` where it is not labelled."""
+    """Return the path of the module that created ``node``, or ``""`` if it has no label."""
     return str(getattr(node, "metadata", {}).get(_KEY, ""))

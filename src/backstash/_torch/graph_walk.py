@@ -1,4 +1,4 @@
-"""Walking a graph from its outputs, without recursion."""
+"""Walk a graph from its outputs, without recursion."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..errors import UsageError
 __all__ = ["Outputs", "iter_graph", "roots_of"]
 
 _DEEP = 10_000
-_BATCH = 1_000  # sources whose reach is found together
+_BATCH = 1_000  # sources that _hold processes together
 _KEY = "backstash.nodes"
 _Output: TypeAlias = "Tensor | stock.Node | stock.GradientEdge"
 Outputs: TypeAlias = "_Output | Iterable[_Output]"
@@ -22,16 +22,16 @@ Outputs: TypeAlias = "_Output | Iterable[_Output]"
 def iter_graph(outputs: Outputs) -> Iterator[stock.Node]:
     """Yield every node that backward from ``outputs`` would reach, each after all nodes that feed it.
 
-    The order is topological: a node comes before its ``next_functions``, so a leaf's ``AccumulateGrad``
-    comes after everything that uses the leaf. Walking is done with lists, not by recursion, and visits
-    every node and edge twice. A graph of more than 10,000 nodes is also made safe to free.
+    The order is topological: a node comes before its ``next_functions``, so a leaf's ``AccumulateGrad`` comes
+    after everything that uses the leaf. The walk uses lists, not recursion, and visits every node and edge
+    twice. It also makes a graph of more than 10,000 nodes safe to free.
 
     Args:
-        outputs: a tensor, a node or a ``GradientEdge``, or several of them. Tensors that need no gradient
-            have no nodes.
+        outputs: a tensor, a node, a ``GradientEdge``, or several of them. Tensors that need no gradient have
+            no nodes.
 
     Raises:
-        UsageError: something else in ``outputs``.
+        UsageError: ``outputs`` contains something else.
 
     >>> import torch
     >>> x = torch.ones(2, requires_grad=True)
@@ -47,7 +47,7 @@ def iter_graph(outputs: Outputs) -> Iterator[stock.Node]:
 
 
 def roots_of(outputs: Outputs) -> list[stock.Node]:
-    """The nodes of ``outputs``, each once."""
+    """Return the nodes of ``outputs``, each once."""
     single = isinstance(outputs, (Tensor, stock.GradientEdge)) or _is_node(outputs)
     found: dict[stock.Node, None] = {}
     several: Any = (outputs,) if single else outputs
@@ -76,7 +76,7 @@ def _is_node(value: Any) -> bool:
 
 
 def _topological(roots: list[stock.Node]) -> tuple[list[stock.Node], list[stock.Node]]:
-    """All nodes in order, and the roots that no other root reaches."""
+    """Return all nodes in topological order, and the roots that no other root reaches."""
     uses = _count_uses(roots)
     sources = [node for node in roots if uses[node] == 0]
     ready = sources[::-1]
@@ -107,9 +107,10 @@ def _count_uses(roots: list[stock.Node]) -> dict[stock.Node, int]:
 
 
 def _hold(order: list[stock.Node], sources: list[stock.Node]) -> None:
-    """Let each source own the nodes below it: those that just the same sources reach are one run.
+    """Make each source own the nodes below it, grouped in runs: the nodes of a run have the same sources.
 
-    What fewer sources reach is never below what more of them reach, so runs are let go in that order.
+    A node with fewer sources is never below one with more, so runs are freed in order of their number of
+    sources.
     """
     reached_by = {source: 1 << number for number, source in enumerate(sources)}
     for node in order:
@@ -135,11 +136,11 @@ def _hold(order: list[stock.Node], sources: list[stock.Node]) -> None:
 
 
 class _FreedInOrder:
-    """Nodes, or runs of nodes, owned by a node above them, to be let go one by one when it goes.
+    """Nodes, or runs of nodes, that a node above them owns and frees one by one when it dies.
 
-    torch frees a long graph step by step, but only where Python has not seen its nodes; else each node's
-    end frees the next inside it, and some tens of thousands of them overflow the stack. Here a node that
-    is let go has everything below it still held.
+    Torch frees a long graph step by step, but only if Python has not seen its nodes. Otherwise each node frees
+    the next one from inside its own destructor, and some tens of thousands of them overflow the stack. Here
+    everything below a node is still alive when the node is freed.
     """
 
     __slots__ = ("nodes",)

@@ -1,4 +1,4 @@
-"""What a registration returns."""
+"""The handle that a hook registration returns."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _H = TypeVar("_H", bound="Handle")
 
 
 class Handle(RemovableHandle):
-    """Several hooks as one: ``remove()``, also twice, and a context manager that removes at its end."""
+    """A handle for several hooks. ``remove()`` may be called twice; the end of the context calls it, too."""
 
     def __init__(self, handles: Sequence[RemovableHandle] = ()) -> None:
         self.handles = list(handles)
 
     def remove(self) -> None:
-        """Take these hooks off, and no others."""
+        """Remove these hooks, and no others."""
         for handle in self.handles:
             handle.remove()
         self.handles.clear()

@@ -1,7 +1,7 @@
-"""The hooks that are registered on modules, on tensors, and for all modules, as torch keeps them.
+"""The dictionaries in which torch stores hooks on modules, on tensors, and on all modules.
 
-Torch has no call that lists them. The dictionaries below are in torch 2.11 to 2.15; the hooks of a
-dictionary that is missing are not listed.
+Torch has no call that lists hooks. The dictionaries below exist in torch 2.11 to 2.15. The hooks of a missing
+dictionary are not listed.
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ _ON_ALL_MODULES = (
 
 
 def count_gradient_hooks(tensor: Tensor) -> int:
-    """How many hooks see the tensor's gradient on its way."""
+    """Return the number of hooks on the tensor's gradient."""
     return len(getattr(tensor, "_backward_hooks", None) or ())
 
 
 def hooks_of(holder: nn.Module | Tensor) -> Iterator[tuple[str, Any]]:
-    """The hooks on one module or tensor: the kind and the function of each."""
+    """Yield the kind and the function of each hook on one module or tensor."""
     return _in(holder, _ON_MODULES if isinstance(holder, nn.Module) else _ON_TENSORS)
 
 
 def call_before_hooks(node: Any, callback: Callable[[], None]) -> None:
-    """Call ``callback()`` when ``node``, which computes now, has computed, before its hooks are called.
+    """Call ``callback()`` when ``node``, which is computing now, has finished, before its hooks are called.
 
-    It is not called where the node has no hooks, or torch does not show them.
+    If the node has no hooks, or torch does not expose them, ``callback`` is not called.
     """
 
     def call(*_: object) -> None:
@@ -75,26 +75,26 @@ def call_before_hooks(node: Any, callback: Callable[[], None]) -> None:
         handle.remove()
         return
     others = {key: hook for key, hook in hooks.items() if key != handle.id}
-    hooks.clear()  # torch calls them in the order in which they were put there, whatever move_to_end does
+    hooks.clear()  # torch calls them in order of insertion, which move_to_end does not change
     hooks.update({handle.id: call, **others})
 
 
 def dicts_on(tensor: Tensor) -> list[dict[int, Any]]:
-    """The dictionaries of hooks that a tensor has by now."""
+    """Return the dictionaries of hooks that a tensor has so far."""
     found = (getattr(tensor, name, None) for _, name in _ON_TENSORS)
     return [each for each in found if each is not None]
 
 
 def hooks_of_all_modules() -> Iterator[tuple[str, Any]]:
-    """The hooks that are registered for all modules: the kind and the function of each."""
+    """Yield the kind and the function of each hook that is registered for all modules."""
     return _in(torch_module, _ON_ALL_MODULES)
 
 
 @contextmanager
 def without_gradient_hooks(leaves: Iterable[Tensor]) -> Iterator[None]:
-    """While it is entered, the hooks on the gradients of ``leaves`` are not called.
+    """A context in which the hooks on the gradients of ``leaves`` are not called.
 
-    The engine calls them wherever a gradient of theirs is asked for, also for a part of the whole.
+    The engine calls them for any gradient of these leaves, even for a partial one.
     """
     taken = []
     try:
@@ -117,7 +117,7 @@ def _in(holder: object, attributes: tuple[tuple[str, str], ...]) -> Iterator[tup
 
 
 def plain_function(hook: Any) -> Any:
-    """The function inside partials, bound methods, and torch's own wrapper of hooks (``_WrappedHook``)."""
+    """Return the function inside partials, bound methods, and torch's ``_WrappedHook``."""
     while True:
         inner = hook.func if isinstance(hook, functools.partial) else None
         inner = inner or getattr(hook, "__func__", None)

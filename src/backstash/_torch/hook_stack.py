@@ -1,11 +1,11 @@
-"""The thread's stack of hook pairs: looking at it, and taking out a pair that is not on top.
+"""The thread's stack of hook pairs: read it, and remove a pair that is not on top.
 
-The only file that names torch's private calls for default hooks. A pair is found again by its *owner*, an
-attribute of the object whose method was pushed; a wrapper that stands in for a pair names it as
+This is the only module that uses torch's private calls for default hooks. A pair is identified by its *owner*,
+an attribute of the object whose method was pushed. A wrapper that replaces a pair refers to it as
 ``__wrapped__``.
 
-A hook that leaves a context during backward leaves it in the engine's copy of the stack only: afterwards
-the pair is back. Such a pair is marked ``left``, and what encloses it may be left without an error.
+A hook that leaves a context during backward leaves it only in the engine's copy of the stack: afterwards the
+pair is back. Such a pair is marked ``left``, and a context around it may be left without an error.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _top: Any = getattr(_autograd, "_top_saved_tensors_default_hooks", None)
 
 
 Site = tuple[CodeType, int]
-"""A statement: its code, and the place in it."""
+"""A statement: its code object, and the offset in it."""
 
 
 class Pair(NamedTuple):
@@ -52,29 +52,29 @@ class Pair(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Scope:
-    """A pair that a thread has pushed."""
+    """A hook pair that a thread has pushed."""
 
     hooks: saved_tensors_hooks
-    """The pair, as torch's own context."""
+    """The pair, as torch's own context manager."""
     frame: FrameType | None
-    """Of the module call that it covers; ``None`` for a ``with`` statement."""
+    """The frame of the module call that it covers; ``None`` for a ``with`` statement."""
     is_aside: bool = False
-    """Whether it was entered inside a transform that allows no hooks, and so was not pushed."""
+    """Whether it was not pushed because it was entered inside a transform that allows no hooks."""
     is_off: bool = False
-    """Whether it was taken off, so that what is saved from then on is PyTorch's: see :func:`take_off`."""
+    """Whether it was taken off the stack, so that later saves are PyTorch's own: see :func:`take_off`."""
     site: Site | None = None
     """The ``with`` statement that entered it."""
     passes: int = 0
-    """Forward passes that had begun before."""
+    """How many forward passes had begun when it was entered."""
 
 
 def push(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
-    """Make a pair the current one. Raises ``RuntimeError`` where hooks are disabled."""
+    """Make a pair the current one. Raises ``RuntimeError`` if hooks are disabled."""
     _autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
 def current_pair() -> Pair | None:
-    """The pair that a save on this thread would go through now."""
+    """Return the pair that a save on this thread would use now."""
     if _top is None:
         raise UsageError(
             f"torch {torch.__version__} does not tell which saved-tensors hooks are active "
@@ -86,7 +86,7 @@ def current_pair() -> Pair | None:
 
 
 def own_pack(pair: Pair) -> Callable[[Tensor], Any]:
-    """The pack hook that its context pushed, also when a wrapper stands in for it."""
+    """Return the pack hook that its context pushed, even if a wrapper replaces it."""
     return getattr(pair.pack, "__wrapped__", pair.pack)
 
 
@@ -95,11 +95,11 @@ def _entered(pair: Pair) -> Any:
 
 
 def take_out(is_wanted: Callable[[Pair], bool]) -> list[Pair] | None:
-    """Take the newest pair that ``is_wanted`` off this thread's stack, and no other.
+    """Remove the newest pair for which ``is_wanted`` is true from this thread's stack, and no other.
 
-    Returns the pairs that were above it, the newest first, which stay; ``None`` where no pair is wanted and
-    nothing changes. An interrupt changes nothing, or leaves that pair taken out. Where torch does not show
-    the stack, the top is popped.
+    Returns the pairs that were above it, newest first, which stay; ``None`` if no pair is wanted, and then
+    nothing changes. An interrupt changes nothing, or leaves the pair removed. If torch does not expose the
+    stack, the top pair is popped.
     """
     above: list[Pair] = []
     if _top is None:
@@ -122,11 +122,11 @@ def take_out(is_wanted: Callable[[Pair], bool]) -> list[Pair] | None:
 
 
 def pop_owned(owner: object, what: str) -> None:
-    """Take out the newest pair of ``owner``.
+    """Remove the newest pair of ``owner``.
 
     Raises:
-        UsageError: it is not on top (it is taken out all the same and those above it stay), or it is not
-            on this thread's stack (nothing changes).
+        UsageError: it is not on top (it is removed anyway, and those above it stay), or it is not on this
+            thread's stack (nothing changes).
     """
 
     def is_owned(pair: Pair) -> bool:
@@ -151,10 +151,10 @@ def pop_owned(owner: object, what: str) -> None:
 
 
 def take_off(scope: Scope) -> bool:
-    """Pop the pair of ``scope`` where it is the only one on this thread's stack, and say whether it was.
+    """Pop the pair of ``scope`` if it is the only one on this thread's stack. Return whether it was.
 
-    Where there are others, one below would get what this one got, or one above belongs to somebody who pops
-    what is on top. ``scope`` is left as one that is on the stack, whether its pair is there or not.
+    If there were others, a pair below would get the saves instead, or the context of a pair above would pop
+    the wrong pair. ``scope`` is left as usual later, whether its pair is on the stack or not.
     """
     if _top is None or scope.is_aside:
         return False
@@ -172,13 +172,13 @@ def take_off(scope: Scope) -> bool:
 
 
 def replace_current(pair: Pair) -> None:
-    """Put ``pair`` in the place of the current one, so that the context that pushed that one pops this."""
+    """Replace the current pair by ``pair``, which the context that pushed the current one will pop."""
     _autograd._pop_saved_tensors_default_hooks()
     push(*pair)
 
 
 def take_all(pairs: list[Pair] | None = None) -> list[Pair]:
-    """Empty this thread's stack and return its pairs, appended to ``pairs``; the newest comes first."""
+    """Empty this thread's stack and return its pairs, newest first, appended to ``pairs``."""
     pairs = [] if pairs is None else pairs
     while (pair := current_pair()) is not None:
         pairs += (pair,)  # no call between this and the pop: nothing interrupts

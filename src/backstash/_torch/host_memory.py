@@ -1,4 +1,4 @@
-"""The pinned host memory that PyTorch's allocator keeps."""
+"""The pinned host memory that PyTorch's allocator caches."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ __all__ = ["empty_host_cache"]
 
 
 def empty_host_cache() -> None:
-    """Have PyTorch's allocator of pinned memory give back to the system what nobody uses.
+    """Make PyTorch's allocator of pinned memory return its unused memory to the system.
 
-    Public in torch 2.13 and 2.15; in torch 2.11 a private call, of builds for CUDA only. Without either,
-    nothing is done: the allocator keeps the memory for what is pinned next.
+    The call is public in torch 2.13 and 2.15. Torch 2.11 has a private call, only in builds for CUDA. Without
+    either, nothing happens, and the allocator keeps the memory for later allocations.
     """
     empties = getattr(torch.accelerator, "empty_host_cache", None)
     empties = empties or getattr(torch._C, "_host_emptyCache", None)

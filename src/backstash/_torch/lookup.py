@@ -1,6 +1,6 @@
-"""Finding what PyTorch keeps private, by its full name, and saying so where a PyTorch lacks it.
+"""Find private objects of PyTorch by their full names, with a fallback for versions that lack them.
 
-What is found is the object itself, so that calling it costs nothing more than calling PyTorch.
+The functions return the object itself, so calling it costs no more than calling PyTorch.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from ..errors import UsageError
 __all__ = ["VERSIONS", "optional", "required"]
 
 VERSIONS = "2.11 to 2.15"
-"""The versions of PyTorch that were looked at."""
+"""The versions of PyTorch that were checked."""
 
 
 def optional(path: str, otherwise: Any) -> Any:
-    """What PyTorch has at ``path`` (``"torch._C._name"``), or ``otherwise`` where it has nothing there."""
+    """Return PyTorch's object at ``path`` (``"torch._C._name"``), or ``otherwise`` if it does not exist."""
     name, *attributes = path.split(".")
     found: Any = torch
     for attribute in attributes:
@@ -35,11 +35,11 @@ def optional(path: str, otherwise: Any) -> Any:
 
 
 def required(path: str, purpose: str) -> Any:
-    """What PyTorch has at ``path``; where it has nothing there, a function that raises ``UsageError``.
+    """Return PyTorch's object at ``path``, or a function that raises ``UsageError`` if it does not exist.
 
     Args:
-        path: its full name, ``"torch._C._name"``.
-        purpose: completes "the call by which backstash ..." in the error's message.
+        path: its full name, such as ``"torch._C._name"``.
+        purpose: completes "the call by which backstash ..." in the error message.
     """
 
     def missing(*args: object, **kwargs: object) -> NoReturn:

@@ -1,15 +1,15 @@
-"""The first call of each of MKL's vector functions, made by one thread.
+"""Make the first call of each of MKL's vector functions from a single thread.
 
-PyTorch hands ``sqrt``, ``exp``, ``tanh`` and their like on the CPU to MKL, a share to each of its
-threads, and MKL (2024.2, the one in PyTorch's packages) chooses the kernel at the first call. Where
-two threads make that call at once, one of them may run a kernel of low accuracy over its whole
-share: wrong by some 1e-4 of the value, once in a process, with or without a stash, and nothing is
-said (https://github.com/pytorch/pytorch/issues/188792, which is also the source of the cure). An
-optimizer's first ``sqrt`` is enough to make two runs of one script differ. One call of each on one
-element, by the importing thread, and the choice is made.
+On the CPU, PyTorch passes ``sqrt``, ``exp``, ``tanh`` and similar functions to MKL, one share to each of its
+threads. MKL (2024.2, as in PyTorch's packages) chooses the kernel at the first call. If two threads make that
+call at once, one of them may run a kernel of low accuracy over its whole share. The error is about 1e-4 of the
+value, happens once in a process, with or without a stash, and is not reported
+(https://github.com/pytorch/pytorch/issues/188792, which is also the source of this remedy). An optimizer's
+first ``sqrt`` is enough to make two runs of a script differ. One call of each function on one element, by the
+importing thread, makes the choice.
 
-MKL is called by itself where PyTorch's library shows its functions: PyTorch's operations around them would
-take 3 MiB of memory more in every process.
+If PyTorch's library exports MKL's functions, they are called directly: PyTorch's operations around them would
+take 3 MiB more memory in every process.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ NAMES = (
     *("acos", "asin", "atan", "cos", "erf", "erfc", "erfinv", "exp", "log", "log10", "log2", "sin"),
     *("sqrt", "tan", "tanh", "trunc"),
 )
-"""What PyTorch gives to MKL, by PyTorch's names: aten/src/ATen/cpu/vml.h."""
-_NAMES_IN_MKL = {"log": "Ln", "erfinv": "ErfInv"}  # else PyTorch's, with a capital
+"""The functions that PyTorch passes to MKL, by PyTorch's names: aten/src/ATen/cpu/vml.h."""
+_NAMES_IN_MKL = {"log": "Ln", "erfinv": "ErfInv"}  # others: PyTorch's name, capitalized
 _HIGH_ACCURACY_SILENT = 0x2 | 0x140000 | 0x100  # VML_HA | VML_FTZDAZ_OFF | VML_ERRMODE_IGNORE
 
 
 def resolve() -> None:
-    """Call each of the functions on one element: some 0.2 ms, no threads, no random numbers."""
+    """Call each of the functions on one element. Takes about 0.2 ms, no threads, and no random numbers."""
     library = _library()
     for dtype, letter in ((torch.float32, "s"), (torch.float64, "d")):
         for name in NAMES:
@@ -45,7 +45,7 @@ def resolve() -> None:
 
 def _call(function: Any, kind: Any) -> None:
     one, result = kind(0.5), kind()
-    # A count that is right whether MKL's integers have 32 bits or 64.
+    # The count is valid for MKL's 32-bit and 64-bit integers.
     function(
         ctypes.c_int64(1),
         ctypes.byref(one),
@@ -55,7 +55,7 @@ def _call(function: Any, kind: Any) -> None:
 
 
 def _library() -> Any:
-    """PyTorch's library for the CPU; ``None`` where it cannot be found by its usual name."""
+    """Return PyTorch's library for the CPU; ``None`` if it is not found under its usual name."""
     try:
         return ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cpu.so"))
     except OSError:

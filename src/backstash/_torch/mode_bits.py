@@ -1,13 +1,14 @@
-"""Where PyTorch computes other bits under a dispatch mode than without one, which no replay could show.
+"""Correct operations whose bits under a dispatch mode differ from those without one.
 
-``linalg.svdvals`` and ``eigvalsh``, and with them ``cond`` and the norms of singular values, compute vectors,
-too, where a gradient may be wanted or a dispatch mode is active; LAPACK's values then differ in the last bits.
-Of all operators that PyTorch lists for its own tests (``op_db``) these are the ones, each for a tensor that
-needs no gradient (``scripts/soak_replays.py --modes``).
+``linalg.svdvals`` and ``eigvalsh`` also compute vectors if a gradient may be needed or a dispatch mode is
+active; LAPACK's values then differ in the last bits. So do ``cond`` and the norms of singular values, which
+call them. Of all operators that PyTorch lists for its own tests (``op_db``) only these differ, for tensors
+that need no gradient (``scripts/soak_replays.py --modes``).
 
-A mode sees the same operation for ``svd`` as for ``svdvals``. The instruction that the caller is at names the
-function that it calls, and who asked for values alone is given what PyTorch computes then. Where the name tells
-nothing, as of a function in a variable, it shows when the next operation runs whether somebody has the vectors.
+A mode sees the same operation for ``svd`` as for ``svdvals``. So this module reads the name of the called
+function from the caller's current instruction. If the caller asked for values only, it gets the values that
+PyTorch computes without a mode. If the name does not decide this (a function in a variable, for example), the
+next operation shows whether the program kept the vectors.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from .storages import keep_identity, storage_of
 
 __all__ = ["ModeBits"]
 
-_FLAG = {"aten::_linalg_svd": 2, "aten::_linalg_eigh": 2}  # the argument that asks for vectors
-_VALUES = {"aten::_linalg_svd": 1, "aten::_linalg_eigh": 0}  # the result that has the values
+_FLAG = {"aten::_linalg_svd": 2, "aten::_linalg_eigh": 2}  # the argument that requests vectors
+_VALUES = {"aten::_linalg_svd": 1, "aten::_linalg_eigh": 0}  # the result with the values
 _WITH_VECTORS = frozenset(("svd", "linalg_svd", "eigh", "linalg_eigh"))
 _VALUES_ALONE = frozenset(
     (
@@ -39,7 +40,7 @@ _VALUES_ALONE = frozenset(
 
 
 class ModeBits:
-    """Looks at the operations that one dispatch mode sees."""
+    """Checks the operations that one dispatch mode sees."""
 
     def __init__(self) -> None:
         self._vectors: list[Any] = []
@@ -47,18 +48,18 @@ class ModeBits:
 
     @property
     def is_asked(self) -> bool:
-        """Whether :meth:`look` has something to look at."""
+        """Whether :meth:`look` has something to check."""
         return bool(self._vectors)
 
     def saw(self, func: Any, args: Any, kwargs: Any, result: Any, depth: int) -> Any:
-        """An operation has run. Returns its result, or what it would have been without a mode.
+        """Return the result of an operation that has run, or what it would have been without a mode.
 
         Args:
             func: the operation.
-            args: that it was given.
-            kwargs: likewise.
-            result: that it returned.
-            depth: of the caller's frame, from this one.
+            args: its positional arguments.
+            kwargs: its keyword arguments.
+            result: its result.
+            depth: the depth of the caller's frame, counted from this one.
         """
         schema = schema_of(func)
         name = schema.name if schema is not None else ""
@@ -87,11 +88,11 @@ class ModeBits:
         return (*result[:at], alone, *result[at + 1 :])
 
     def look(self) -> None:
-        """The next operation is about to run.
+        """Check the last operation, before the next one runs.
 
         Raises:
-            UsageError: nobody has the vectors that were computed, so only the values may have been asked for;
-                or somebody has them who seemed to want none.
+            UsageError: no one kept the computed vectors, so perhaps only the values were requested; or the
+                vectors were kept although only the values seemed to be requested.
         """
         vectors, self._vectors = self._vectors, []
         if vectors and self._wants_vectors == all(each.expired() for each in vectors):
@@ -104,7 +105,7 @@ class ModeBits:
 
 
 def _called_name(frame: FrameType) -> str:
-    """The last name in the expression that ``frame`` calls now; ``""``: Python does not tell (before 3.11)."""
+    """Return the last name in the expression that ``frame`` calls; ``""`` before Python 3.11."""
     code = frame.f_code
     if not hasattr(code, "co_positions"):
         return ""

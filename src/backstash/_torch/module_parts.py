@@ -1,9 +1,9 @@
-"""What a module has of its own, and what wraps it, as ``nn.Module`` and its wrappers keep it.
+"""A module's own parameters, buffers and children, and the wrappers around modules.
 
-The public methods (``named_parameters`` and the like) are not the same: wrappers such as FSDP override them,
-and they leave out a module or tensor that has a second name. The dictionaries and names below are in torch
-2.11 to 2.15; the dictionaries are what ``nn.Module``'s own ``__setattr__`` writes to, and where one is
-missing, ``nn.Module`` raises ``AttributeError`` with its name.
+The public methods (``named_parameters`` and the like) differ: wrappers such as FSDP override them, and they
+omit the second name of a module or tensor. The dictionaries and names below exist in torch 2.11 to 2.15. The
+dictionaries are those that ``nn.Module.__setattr__`` writes to; if one is missing, ``nn.Module`` raises
+``AttributeError`` with its name.
 """
 
 from __future__ import annotations
@@ -24,29 +24,30 @@ _MODULE_WRAPPERS = ("DataParallel", "DistributedDataParallel", "AveragedModel")
 
 
 def own_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """The parameters of ``module`` itself, by name; without those registered as ``None``."""
+    """Return the parameters of ``module`` itself, by name, without those registered as ``None``."""
     return [(name, each) for name, each in module._parameters.items() if each is not None]
 
 
 def own_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """The buffers of ``module`` itself, by name; without those registered as ``None``."""
+    """Return the buffers of ``module`` itself, by name, without those registered as ``None``."""
     return [(name, each) for name, each in module._buffers.items() if each is not None]
 
 
 def own_children(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The modules right inside ``module``, by name, a shared one under each of its names."""
+    """Return the direct children of ``module``, by name; a shared one under each of its names."""
     return [(name, each) for name, each in module._modules.items() if each is not None]
 
 
 def set_buffer(module: nn.Module, name: str, buffer: Tensor) -> None:
-    """Register ``buffer`` under a name that is there, without the hooks on registration being called."""
+    """Replace the buffer of an existing name, without calling the hooks on registration."""
     module._buffers[name] = buffer
 
 
 def inside(module: nn.Module) -> tuple[str, nn.Module] | None:
-    """The name and the module inside a wrapper: ``torch.compile``'s, DDP's, FSDP1's, checkpoint's.
+    """Return the name and the module inside a wrapper of ``torch.compile``, DDP, FSDP1 or checkpoint.
 
-    ``None`` for what is no wrapper; a wrapper that torch comes to name differently counts as a module.
+    Returns ``None`` if ``module`` is not a wrapper. A wrapper that torch renames in the future counts as a
+    module.
     """
     names: tuple[str, ...] = _WRAPPED_AS
     if any(base.__name__ in _MODULE_WRAPPERS for base in type(module).__mro__):
@@ -59,9 +60,9 @@ def inside(module: nn.Module) -> tuple[str, nn.Module] | None:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether ``module`` is what ``torch.compile`` returned, or was compiled in place.
+    """Return whether ``module`` is a result of ``torch.compile``, or was compiled in place.
 
-    By the names that torch gives to what it compiled; where those are missing, no.
+    This depends on attribute names of torch; without them the answer is ``False``.
     """
     return (
         "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None) is not None

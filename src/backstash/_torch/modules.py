@@ -1,8 +1,8 @@
-"""Which ``nn.Module`` is running: read from the call stack, so that no module needs a hook.
+"""Find the ``nn.Module`` that is running by reading the call stack, so that no module needs a hook.
 
-A module's forward is run by ``Module._call_impl``; the frames of that function hold every module between
-the outermost call and the operation that saves. This costs a few microseconds, is paid only for tensors
-large enough to move, and leaves nothing behind on any model.
+``Module._call_impl`` runs a module's forward. Its frames refer to every module between the outermost call and
+the operation that saves. Reading them costs a few microseconds, is done only for tensors large enough to move,
+and leaves nothing behind on any model.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ _MOST_PATHS = 4096
 _paths: dict[tuple[int, int], str] = {}  # by the id of a module and of one somewhere below it
 
 CALL_CODE: Any = optional("torch.nn.Module._call_impl.__code__", None)
-"""The code of the frames that run a module's forward, with the module as their local variable ``self``. In
-torch 2.11 to 2.15; where it is missing, no module is seen to run."""
+"""The code of the frames that run a module's forward, whose local variable ``self`` is the module. Exists in
+torch 2.11 to 2.15; if it is missing, no running module is found."""
 
 _WRAPPER_CODE: Any = optional("torch.nn.Module._wrapped_call_impl.__code__", None)
-"""The code that calls that one, with the same ``self``. In torch 2.11 to 2.15; where it is missing, or not the
-caller, the frame itself is looked at."""
+"""The code that calls it, with the same ``self``. Exists in torch 2.11 to 2.15; if it is missing or not the
+caller, the frame itself is read."""
 
 
 def running_modules(frame: FrameType | None = None) -> list[nn.Module]:
-    """The modules whose forward is running on this thread, outermost first."""
+    """Return the modules whose forward is running on this thread, outermost first."""
     modules = []
     current = sys._getframe(1) if frame is None else frame
     while current is not None:
         caller = current.f_back
         if current.f_code is CALL_CODE:
-            # The caller mostly has the same ``self``. Before Python 3.13 a look at a frame's locals costs for
-            # each that it may have, and the caller has few.
+            # The caller mostly has the same ``self``. Before Python 3.13 reading a frame's locals takes time
+            # for each local variable, and the caller has few.
             is_wrapped = caller is not None and caller.f_code is _WRAPPER_CODE
             modules.append((caller if is_wrapped else current).f_locals["self"])  # type: ignore[union-attr]
         current = caller  # type: ignore[assignment]
@@ -66,16 +66,16 @@ def running_modules(frame: FrameType | None = None) -> list[nn.Module]:
 
 
 def is_parameter(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is an ``nn.Parameter``, or a subclass's tensor that torch marks as one.
+    """Return whether ``tensor`` is an ``nn.Parameter``, or a subclass's tensor that torch marks as one.
 
-    What ``isinstance(tensor, nn.Parameter)`` asks, which makes another call in Python for each tensor. The
-    mark ``_is_param`` is in torch 2.11 to 2.15; without it, only the class counts.
+    Equivalent to ``isinstance(tensor, nn.Parameter)`` without its extra Python call per tensor. The mark
+    ``_is_param`` exists in torch 2.11 to 2.15; without it, only the class counts.
     """
     return issubclass(type(tensor), nn.Parameter) or getattr(tensor, "_is_param", False)
 
 
 def call_frame() -> FrameType | None:
-    """The innermost frame on this thread that runs a module's forward."""
+    """Return the innermost frame on this thread that runs a module's forward."""
     current: FrameType | None = sys._getframe(1)
     while current is not None and current.f_code is not CALL_CODE:
         current = current.f_back
@@ -83,9 +83,10 @@ def call_frame() -> FrameType | None:
 
 
 def mark_outermost_call(make: Callable[[], object]) -> bool:
-    """Have the outermost module call of this thread own what ``make`` makes until it returns; whether it does.
+    """Make the outermost module call of this thread own the result of ``make`` until it returns.
 
-    ``f_trace`` is the one attribute of a frame that can be set. A debugger uses it, too: it goes before.
+    Returns whether that worked. The object is stored in ``f_trace``, the only attribute of a frame that can be
+    set. A debugger that already uses it has precedence.
     """
     outermost: FrameType | None = None
     current: FrameType | None = sys._getframe(1)
@@ -97,7 +98,7 @@ def mark_outermost_call(make: Callable[[], object]) -> bool:
         return False
     wrapper = outermost.f_back
     if wrapper is not None and wrapper.f_code is _WRAPPER_CODE:
-        outermost = wrapper  # the other may have the mark of a report
+        outermost = wrapper  # the inner frame may have the mark of a report
     if outermost.f_trace is not None:
         return False
     outermost.f_trace = make()  # type: ignore[assignment]
@@ -105,7 +106,7 @@ def mark_outermost_call(make: Callable[[], object]) -> bool:
 
 
 def is_running(frame: FrameType) -> bool:
-    """Whether ``frame`` is on this thread's stack."""
+    """Return whether ``frame`` is on this thread's stack."""
     current: FrameType | None = sys._getframe(1)
     while current is not None and current is not frame:
         current = current.f_back
@@ -113,10 +114,10 @@ def is_running(frame: FrameType) -> bool:
 
 
 def module_path(modules: list[nn.Module]) -> str:
-    """Where the last of ``modules`` is in the first: ``"blocks.3.mlp"``.
+    """Return the path of the last of ``modules`` in the first: ``"blocks.3.mlp"``.
 
-    The root alone is its class in parentheses; no modules at all is ``""``. A module that is not
-    registered under the one that calls it is given by its class, ``"blocks.3.(Helper)"``.
+    The root alone gives its class in parentheses, and an empty list gives ``""``. A module that is not
+    registered under its caller is given by its class, ``"blocks.3.(Helper)"``.
     """
     if not modules:
         return ""
@@ -127,12 +128,12 @@ def module_path(modules: list[nn.Module]) -> str:
 
 
 def child_names(module: nn.Module) -> list[str]:
-    """Of the modules that are registered in ``module``."""
+    """Return the names of the modules that are registered in ``module``."""
     return list(module._modules)
 
 
 def _name_under(parent: nn.Module, child: nn.Module) -> str:
-    for name, module in parent._modules.items():  # no call: asked at each save
+    for name, module in parent._modules.items():  # not named_children(): this runs at each save
         if module is child:
             return str(name)
     return _path_under(parent, child) or f"({type(child).__name__})"
@@ -162,9 +163,9 @@ def _path_under(parent: nn.Module, child: nn.Module) -> str:
 
 
 def is_buffer(cdata: int, modules: list[nn.Module]) -> bool:
-    """Whether the storage with this ``_cdata`` belongs to a buffer or parameter of a running module."""
+    """Return whether the storage with this ``_cdata`` belongs to a buffer or parameter of a running module."""
     for module in reversed(modules):
-        for tensors in (module._buffers, module._parameters):  # no call: asked at each save
+        for tensors in (module._buffers, module._parameters):  # this runs at each save
             for tensor in tensors.values():
                 if tensor is None:
                     continue
@@ -179,9 +180,9 @@ def is_buffer(cdata: int, modules: list[nn.Module]) -> bool:
 
 
 def module_that_has(tensor: Tensor) -> str:
-    """The path of the module whose parameter or buffer ``tensor`` is, or a view of; ``""``: there is none.
+    """Return the path of the module with ``tensor``'s storage as parameter or buffer; ``""`` if none.
 
-    Looks at every module there is, so it is for error messages only.
+    Searches all modules of the process, so it is for error messages only.
     """
     cdata = _cdata_of(tensor)
     modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
@@ -196,29 +197,29 @@ def module_that_has(tensor: Tensor) -> str:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether ``module`` is what ``torch.compile`` returned for another one."""
+    """Return whether ``module`` is a wrapper that ``torch.compile`` returned."""
     return "_orig_mod" in module._modules
 
 
 def compiled_around(module: nn.Module) -> bool:
-    """Whether a graph may have been compiled that holds ``module``, and so ignores hooks it is given now.
+    """Return whether a compiled graph may contain ``module`` and so ignore hooks that are registered now.
 
-    By what ``torch._dynamo`` has compiled since its last reset, in torch 2.11 to 2.15; where that name is
-    missing, whatever is given to ``torch.compile`` counts as compiled. Where nothing is, nothing is searched;
-    else every object there is.
+    This reads what ``torch._dynamo`` has compiled since its last reset, in torch 2.11 to 2.15. If that name is
+    missing, everything passed to ``torch.compile`` counts as compiled. If nothing was compiled, nothing is
+    searched; otherwise all objects of the process are.
     """
     compiler = sys.modules.get("torch._dynamo.convert_frame")
     codes = getattr(getattr(compiler, "input_codes", None), "seen", True)
     if compiler is None or not codes:
         return False
     modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
-    # What torch.compile returned. A module compiled in place is compiled anew where a hook is added to a part.
+    # torch.compile's wrappers. A module compiled in place is recompiled if a hook is added to a part of it.
     regions = [each for each in modules if each is not module and "_orig_mod" in each._modules]
     return any(part is module for region in regions for part in region.modules())
 
 
 def _is_part_of(cdata: int, tensor: Any) -> bool:
-    """Whether a wrapper subclass (a DTensor, say) is made of a tensor with this storage."""
+    """Return whether a wrapper subclass (such as a DTensor) has an inner tensor with this storage."""
     return is_wrapper_subclass(tensor) and any(
         _cdata_of(part) == cdata or _is_part_of(cdata, part)
         for part in flattened(tensor)[0].values()

@@ -1,7 +1,8 @@
-"""What a node saved, described without bringing it back.
+"""Describe what a node saved, without unpacking it.
 
-Read from the attributes that torch 2.11 to 2.15 give to a node's type: ``_raw_saved_<name>``, autograd's own
-record of a saved tensor, and ``_saved_<name>``, its value. Of a node without them nothing is described.
+The description is read from attributes of the node's type in torch 2.11 to 2.15: ``_raw_saved_<name>``,
+autograd's own record of a saved tensor, and ``_saved_<name>``, its value. A node without them is not
+described.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ _VALUE_PREFIX = "_saved_"
 _FREED = "freed"
 _IN_PLACE = "in place"
 RECOMPUTED = "recomputed"
-"""Where a tensor is that ``torch.utils.checkpoint`` will compute again."""
-_names: dict[type, tuple[str, ...]] = {}  # of torch's own node types, which live for ever
+"""The ``where`` of a tensor that ``torch.utils.checkpoint`` will recompute."""
+_names: dict[type, tuple[str, ...]] = {}  # of torch's own node types, which are never freed
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,30 +31,31 @@ class SavedValue:
     """One tensor that a node saved for its backward."""
 
     name: str
-    """The operation's name for it: ``"self"``, ``"result"``, ``"tensors[0]"``."""
+    """The operation's name for the tensor: ``"self"``, ``"result"``, ``"tensors[0]"``."""
     shape: tuple[int, ...] | None
-    """Its sizes; ``None`` where what the hooks packed does not tell."""
+    """Its sizes; ``None`` if the packed object does not show them."""
     dtype: torch.dtype | None
-    """Its element type, or ``None`` likewise."""
+    """Its element type; ``None`` if unknown."""
     device: torch.device | None
-    """The device it is unpacked to, or ``None`` likewise."""
+    """The device it is unpacked to; ``None`` if unknown."""
     nbytes: int | None
-    """The bytes of its elements, or ``None`` likewise."""
+    """The bytes of its elements; ``None`` if unknown."""
     where: str
-    """``"in place"``; a stash's ``"keep"``, ``"packed"``, ``"host"`` or ``"disk"``; ``"recomputed"`` for what
-    a stash or ``torch.utils.checkpoint`` dropped and will compute again; ``"hooks"`` for an object that only
-    its hooks can read; ``"freed"`` after a backward without ``retain_graph``."""
+    """``"in place"``; a stash's ``"keep"``, ``"packed"``, ``"host"`` or ``"disk"``; ``"recomputed"`` if a
+    stash or ``torch.utils.checkpoint`` freed it and will recompute it; ``"hooks"`` if only its hooks can read
+    the packed object; ``"freed"`` after a backward without ``retain_graph``.
+    """
 
 
 def saved(node: stock.Node) -> tuple[SavedValue, ...]:
-    """Describe what ``node`` saved, in its own order. Nothing is unpacked and no hook is called.
+    """Describe what ``node`` saved, in the node's own order. Nothing is unpacked and no hook is called.
 
     Args:
         node: a tensor's ``grad_fn``, or a node from :func:`iter_graph`.
 
     Returns:
-        A record for each saved tensor; empty for a node that saved none, and where this torch does not
-        show what is packed.
+        A record for each saved tensor. Empty if the node saved none, or if this torch does not expose the
+        packed objects.
 
     >>> x = torch.ones(2, 3, requires_grad=True)
     >>> (found,) = saved(x.exp().grad_fn)
@@ -67,14 +69,14 @@ def saved(node: stock.Node) -> tuple[SavedValue, ...]:
                 _describe(f"{name}[{i}]", each) for i, each in enumerate(raw) if _is_of(each)
             ]
             kept = [each for each in several if each.where != _FREED]
-            found += kept or several  # beside others, an empty place is a saved None
+            found += kept or several  # among others, an empty slot is a saved None
         elif raw is not None and _is_of(raw, lambda name=name: getattr(node, _VALUE_PREFIX + name)):  # type: ignore[misc]
             found.append(_describe(name, raw))
     return tuple(found)
 
 
 def packed_of(node: stock.Node) -> Iterator[tuple[str, Any]]:
-    """The objects that ``node`` holds for saved tensors, each with the operation's name for it."""
+    """Yield each object that ``node`` holds for a saved tensor, with the operation's name for it."""
     for name, raw in _raw(node):
         is_several = isinstance(raw, (tuple, list))
         for at, each in enumerate(raw if is_several else (raw,)):
@@ -99,22 +101,22 @@ def _attributes(kind: type, node: Any) -> tuple[str, ...]:
 
 
 def raw_of(node: Any, name: str) -> Any:
-    """autograd's own record of the saved tensor ``name``, or a list of them; ``None``: freed or unknown."""
+    """Return autograd's record of the saved tensor ``name``, or a list; ``None`` if freed or unknown."""
     return _read(node, _PREFIX + name)
 
 
 def _read(node: Any, attribute: str) -> Any:
     try:
         return getattr(node, attribute, None)
-    except RuntimeError:  # lists say by an error that they were freed
+    except RuntimeError:  # a list raises this after it was freed
         return None
 
 
 def _is_of(raw: Any, value: Callable[[], Any] | None = None) -> bool:
-    """Whether there is, or was, a tensor: operations leave out what they turn out not to need.
+    """Return whether there is or was a tensor: an operation may find that it need not save one.
 
-    Without hooks and data, ``unpack`` (or ``value``, where this torch has no ``unpack``, as 2.11) finds
-    nothing, or that it was freed.
+    Without hooks and data, ``unpack`` (or ``value``, for torch 2.11, which has no ``unpack``) returns nothing
+    or raises because the tensor was freed.
     """
     try:
         if raw.data is not None or getattr(raw, "unpack_hook", None) is not None:
@@ -147,14 +149,14 @@ def _describe(name: str, raw: Any) -> SavedValue:
 
 
 def look(packed: Any) -> tuple[Any, str]:
-    """Something with the tensor's shape, dtype and device (or ``None``), and where its bytes are.
+    """Return an object with the tensor's shape, dtype and device (or ``None``), and where its bytes are.
 
-    Nothing is unpacked. Objects of ours that autograd holds say by an attribute ``packed_inside`` where to
-    look on: at a tensor, at another packed object, or ``None`` for what is freed. Their own ``shape``, where
-    they have one, counts more than that of what is inside.
+    Nothing is unpacked. The library's own packed objects have an attribute ``packed_inside``: a tensor,
+    another packed object, or ``None`` if freed. If they have a ``shape`` of their own, it overrides that of
+    the object inside.
 
     Args:
-        packed: what a pack hook returned.
+        packed: the result of a pack hook.
     """
     if isinstance(packed, Tensor):
         return packed, _IN_PLACE
@@ -167,7 +169,7 @@ def look(packed: Any) -> tuple[Any, str]:
     if hasattr(packed, "where") and hasattr(packed, "shape"):
         return packed, str(packed.where)
     if isinstance(packed, tuple) and [type(each) for each in packed[1:2]] == [int]:
-        return look(packed[0])  # what a stash left in place, and its version
+        return look(packed[0])  # a tensor that a stash kept in place, and its version
     if type(packed).__module__ == "torch.utils.checkpoint":
         return None, RECOMPUTED
     return None, "hooks"

@@ -1,4 +1,4 @@
-"""Whether ``torch.profiler`` runs."""
+"""Whether ``torch.profiler`` is running."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ __all__ = ["is_profiling"]
 is_profiling: Callable[[], bool] = functools.partial(
     getattr, profiler, "_is_profiler_enabled", False
 )
-"""Whether a profiler of any kind runs in this process: a call of C. A flag of torch 2.11 to 2.15; where it
-is missing, False, and a trace has no spans of ours."""
+"""Whether any profiler runs in this process: a C call. The flag exists in torch 2.11 to 2.15; if it is
+missing: ``False``, and a trace contains no spans of the stash."""

@@ -1,10 +1,10 @@
-"""Standing in for every hook pair that a thread pushes while a report is made.
+"""Replace every hook pair that a thread pushes while a report is recorded.
 
-Only the innermost pair sees a save. A pair that is pushed inside the report's context would hide what it
-saves, so the call by which all of Python pushes pairs is replaced while there is a listener, on any thread,
-and put back when there is none. It stands in for pairs of the listener's own thread only.
+Only the innermost pair sees a save. A pair pushed inside the report's context would hide the tensors that it
+saves. So while any thread has a listener, the function by which Python code pushes pairs is replaced. It is
+restored when there is none. A listener receives only pairs of its own thread.
 
-The call, ``torch._C._autograd._push_saved_tensors_default_hooks``, is in torch 2.11 to 2.15. Where it is
+The function, ``torch._C._autograd._push_saved_tensors_default_hooks``, exists in torch 2.11 to 2.15. If it is
 missing, entering a report raises ``UsageError``.
 """
 
@@ -47,12 +47,12 @@ def _current() -> Any:
 
 
 def push_unseen(pack: Pack, unpack: Unpack) -> None:
-    """Push a pair as it is, past all listeners."""
+    """Push a pair unchanged, without calling the listeners."""
     (_state["real"] if _state["count"] else _current())(pack, unpack)
 
 
 def listen(stand_in: StandIn) -> None:
-    """Replace each pair that this thread pushes by ``stand_in(pack, unpack)``, from now on."""
+    """From now on, replace each pair that this thread pushes by ``stand_in(pack, unpack)``."""
     with _lock:
         if _state["count"] == 0:
             _state["real"] = _current()
@@ -62,15 +62,15 @@ def listen(stand_in: StandIn) -> None:
 
 
 def is_listening(stand_in: StandIn) -> bool:
-    """Whether this thread's pairs are replaced by ``stand_in``."""
+    """Return whether ``stand_in`` replaces this thread's pairs."""
     return stand_in in getattr(_local, "listeners", ())
 
 
 def stop_listening(stand_in: StandIn) -> None:
-    """No longer replace pairs by ``stand_in``. On the thread that began."""
+    """Stop replacing pairs by ``stand_in``. Call it on the thread that called :func:`listen`."""
     _local.listeners = tuple(each for each in _local.listeners if each is not stand_in)
     with _lock:
         _state["count"] -= 1
-        # Whoever replaced the call after us keeps theirs; ours then only hands on.
+        # If another library has replaced the function since, its replacement stays; ours only forwards then.
         if _state["count"] == 0 and _current() is _push:
             setattr(_autograd, _NAME, _state["real"])

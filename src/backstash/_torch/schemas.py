@@ -1,7 +1,7 @@
-"""Which of PyTorch's operations a tape may replay, and what each writes.
+"""Which of PyTorch's operations may be replayed, and what each of them writes.
 
-An operation may be replayed if its result is decided by its arguments: it is of the ``aten`` namespace, and
-draws no random numbers. Its schema and its tags tell, which are the same for every call.
+An operation may be replayed if its arguments decide its result: it belongs to the ``aten`` namespace and draws
+no random numbers. This follows from its schema and its tags, which are the same for every call.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ _OTHER_MEMORY = frozenset(
     ("set_", "resize_", "resize_as_", "_resize_output_", "set_data", "swap_tensors")
 )
 _NOT_REPEATED = frozenset(("linalg_lstsq", "_ctc_loss", "_cudnn_ctc_loss"))
-"""LAPACK's least squares give other bits each time, and what CTC keeps for backward is not written in full."""
+"""LAPACK's least squares give other bits each time, and CTC does not fill all that it saves for backward."""
 _FILLS = frozenset(("copy_", "fill_", "zero_"))
-"""Operations in place that do not read what they write to. So do those with ``out=``."""
+"""In-place operations that do not read what they write to. The same holds for ``out=``."""
 OF_TRAINING = dict.fromkeys(
     (
         "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "batch_norm", "instance_norm",
@@ -59,11 +59,11 @@ OF_TRAINING = dict.fromkeys(
     ),
     5,
 )  # fmt: skip
-"""These write running statistics, their arguments 3 and 4, though no schema says so, if the argument at this
-place is true."""
+"""These write running statistics, their arguments 3 and 4, if the argument at this position is true. Their
+schemas do not say so."""
 _DROPOUTS = ("dropout_p", "dropout")
 STATISTICS = (3, 4)
-"""Those arguments."""
+"""The arguments that hold running statistics."""
 _SUMS_IN_ANY_ORDER = frozenset(
     (
         "index_add", "index_add_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_",
@@ -71,7 +71,7 @@ _SUMS_IN_ANY_ORDER = frozenset(
         "put", "put_", "cumsum", "cumsum_", "_embedding_bag", "_ctc_loss", "_cudnn_ctc_loss",
     )
 )  # fmt: skip
-"""On an accelerator these may add in another order each time."""
+"""On an accelerator these may add in a different order each time."""
 
 
 _PRODUCTS = frozenset(
@@ -86,21 +86,21 @@ _OF_PRODUCTS = (
     "linalg_", "_linalg_", "_fft_", "mkldnn_", "_scaled_dot_product_", "_flash_attention_",
     "_efficient_attention_", "_cudnn_attention_", "_thnn_fused_", "conv_",
 )  # fmt: skip
-"""How names of others begin."""
+"""Prefixes of other names."""
 
 
 _LINEAR = ("linalg_vector_norm", "linalg_cross", "linalg_vecdot", "linalg_diagonal")
 
 
 def _is_product(base: str) -> bool:
-    """Whether it computes more than a few operations for each element of its result."""
+    """Return whether the operation computes more than a few operations per element of its result."""
     return base in _PRODUCTS or (base.startswith(_OF_PRODUCTS) and base not in _LINEAR)
 
 
 def _is_composite(func: Any) -> bool:
-    """Whether an operation has no kernel, but is made of others."""
+    """Return whether an operation has no kernel, but is composed of other operations."""
     if not has_kernels(func.name()):
-        return False  # as sym_size: PyTorch aborts where it is asked for one of these
+        return False  # such as sym_size, for which has_kernel_for_dispatch_key aborts
     keys = torch._C.DispatchKey
     kernels = (keys.CPU, keys.CUDA, keys.CompositeExplicitAutograd)
     return func.has_kernel_for_dispatch_key(keys.CompositeImplicitAutograd) and not any(
@@ -109,7 +109,7 @@ def _is_composite(func: Any) -> bool:
 
 
 class Operation:
-    """What is known of one overload."""
+    """The properties of one overload of an operator."""
 
     __slots__ = (
         "dropout",
@@ -131,19 +131,19 @@ class Operation:
         self.name = str(func)
         base = schema.name.partition("::")[2] if schema is not None else ""
         self.reason = ""
-        """Why it cannot be replayed; ``""``: it can."""
+        """Why it cannot be replayed; ``""`` if it can."""
         self.writes: tuple[int | str, ...] = ()
-        """The arguments that it writes, by place or by name."""
+        """The arguments that it writes, by position or name."""
         self.out: tuple[int | str, ...] = ()
-        """Those of them that are given by ``out=``."""
+        """The arguments among them that are given as ``out=``."""
         self.is_view = False
-        """Whether what it returns has the memory of an argument, and it writes nothing."""
+        """Whether its result shares memory with an argument, and it writes nothing."""
         self.is_product = _is_product(base)
         self.is_allocation = base in _ALLOCATIONS
         self.fills = base in _FILLS
         self.train_at = OF_TRAINING.get(base, -1)
         self.dropout: tuple[int | str, ...] = ()
-        """The arguments that must be 0 for it to draw no random numbers, where it draws no others."""
+        """The arguments that must be 0 so that it draws no random numbers."""
         self.sums_in_any_order = base in _SUMS_IN_ANY_ORDER
         self.is_random = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
         is_known = getattr(func, "namespace", "") == "aten" or func in _pure
@@ -152,7 +152,7 @@ class Operation:
         elif self.is_random:
             self.reason = f"{self.name} {RANDOM}"
         elif _is_composite(func):
-            # In inference mode PyTorch does not take it apart, so what it writes inside is not seen.
+            # Inference mode does not decompose it, so the writes inside it are not seen.
             self.reason = f"{self.name} was not taken apart, as in inference mode"
         elif base in _NOT_REPEATED:
             self.reason = f"{self.name} does not give the same bits each time"
@@ -175,25 +175,25 @@ class Operation:
         )
 
     def writes_statistics(self, args: Any) -> bool:
-        """Whether a call with these arguments writes running statistics."""
+        """Return whether a call with these arguments writes running statistics."""
         return self.train_at >= 0 and bool(args[self.train_at])
 
     def written(self, args: Any, kwargs: Any) -> Iterator[Tensor]:
-        """The tensors that a call with these arguments writes."""
+        """Yield the tensors that a call with these arguments writes."""
         places = (*self.writes, *STATISTICS) if self.writes_statistics(args) else self.writes
         for place in places:
             yield from tensors_of(argument_of(args, kwargs, place))
 
 
 def argument_of(args: Any, kwargs: Any, place: int | str) -> Any:
-    """The argument at ``place``; ``None``: it was not given."""
+    """Return the argument at ``place``; ``None`` if it was not given."""
     if isinstance(place, str):
         return kwargs.get(place)
     return args[place] if place < len(args) else None
 
 
 def tensors_of(result: Any) -> Iterator[Tensor]:
-    """The tensors in what an operation is given or returns, in order."""
+    """Yield the tensors in an operation's arguments or result, in order."""
     if isinstance(result, Tensor):
         yield result
     elif isinstance(result, (list, tuple)):
@@ -202,7 +202,7 @@ def tensors_of(result: Any) -> Iterator[Tensor]:
 
 
 def has_complex(values: Any) -> bool:
-    """Whether a tensor in what an operation is given has complex numbers."""
+    """Return whether a tensor in an operation's arguments is complex."""
     for each in values:
         kind = type(each)
         if kind is Tensor:
@@ -223,8 +223,8 @@ _pure: set[Any] = (
 
 
 def overloads_of(operator: Any) -> list[Any]:
-    """The overloads of a custom operator, as ``torch.ops`` has it or ``torch.library.custom_op`` returns it;
-    none: it is no operator."""
+    """Return the overloads of a custom operator, given as in ``torch.ops`` or as ``torch.library.custom_op``
+    returns it; an empty list if ``operator`` is no operator."""
     operator = getattr(operator, "_opoverload", operator)
     if isinstance(operator, torch._ops.OpOverload):
         return [operator]
@@ -235,19 +235,19 @@ def overloads_of(operator: Any) -> list[Any]:
 
 
 def is_of_operator(function: Any) -> bool:
-    """Whether a class of ``torch.autograd.Function`` was made by ``register_autograd`` of a custom operator: it
-    calls that one and nothing else. In torch 2.11 to 2.15 its module says so; else it is taken for another."""
+    """Return whether ``register_autograd`` of a custom operator created this ``torch.autograd.Function``. Such
+    a function calls that operator and nothing else. It is recognized by its module in torch 2.11 to 2.15."""
     return getattr(function, "__module__", "") == "torch._library.autograd"
 
 
 def declare_pure(overload: Any) -> None:
-    """Its results follow from its arguments alone."""
+    """Declare that the results of ``overload`` depend only on its arguments."""
     _pure.add(overload)
     _known.pop(overload, None)
 
 
 def operation_of(func: Any) -> Operation:
-    """What is known of an operation that was dispatched."""
+    """Return the properties of a dispatched operation."""
     known = _known.get(func)
     if known is None:
         known = _known[func] = Operation(func)

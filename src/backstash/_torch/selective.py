@@ -1,18 +1,19 @@
-"""The two contexts of a selective checkpoint, with outputs that go where saved tensors go.
+"""The two contexts of a selective checkpoint, with a store for outputs that follows the stash.
 
-torch's own (``create_selective_checkpoint_contexts``) keep outputs in a dictionary that no hook sees, and take
-the policies that offload for recomputation. They are known by their class and by the policy that they hold;
-torch 2.11 to 2.15 have both. Where one is missing, torch's contexts are used as they are.
+Torch's own contexts (``create_selective_checkpoint_contexts``) keep outputs in a dictionary that no hook sees,
+and treat policies that offload as recomputation. They are recognized by their class and their policy, in torch
+2.11 to 2.15. If either is missing, torch's contexts are used unchanged.
 
-In forward, each operation is shown to the policy, and an output that is to stay is given to ``keep``. When the
-function runs again, the n-th call of an operator gets what its n-th call made, if its tensors have the shapes
-and types that they had. Three things differ from torch's, each towards plain PyTorch's gradients:
+In forward, the policy is called for each operation, and an output that it keeps is passed to ``keep``. When
+the function runs again, the n-th call of an operator gets the result of its n-th call in forward, if its
+tensors have the same shapes and types. Three things differ from torch's contexts, each for the sake of plain
+PyTorch's gradients:
 
-- An operation that returns its input, or a view of it, is done again: a view costs nothing, and a write in
-  place must be done again for those who read what it wrote.
-- An operator that draws random numbers is run again, and what it makes is dropped for what was kept: those
-  that draw after it draw what they drew.
-- What is kept stays until its graph dies: ``retain_graph=True`` works.
+- An operation that returns its input, or a view of it, is run again. A view costs nothing, and an in-place
+  write has to be repeated for those who read its result.
+- An operator that draws random numbers is run again, and its result is replaced by the one that was kept. So
+  later operators draw the same numbers as in forward.
+- Kept outputs stay until their graph dies, so ``retain_graph=True`` works.
 """
 
 from __future__ import annotations
@@ -50,17 +51,17 @@ class KeptOutput(Protocol):
     """An output that is kept."""
 
     def get(self) -> Tensor:
-        """The tensor, as it was."""
+        """Return the tensor, unchanged."""
 
 
 def with_kept_outputs(
     contexts: tuple[Any, Any], keep: Callable[[Tensor, bool], KeptOutput]
 ) -> tuple[Any, Any]:
-    """The two contexts that stand in for torch's; others are returned as they are.
+    """Return two contexts that replace torch's; other contexts are returned unchanged.
 
     Args:
-        contexts: what ``context_fn`` returned, for forward and for the function's second run.
-        keep: is called with a tensor that stays, and with whether the policy asked for host memory.
+        contexts: the result of ``context_fn``, for forward and for the second run of the function.
+        keep: called with a tensor to keep, and with whether the policy asked for host memory.
     """
     forward, again = contexts
     policy = getattr(forward, "policy_fn", None)
@@ -77,7 +78,7 @@ def with_kept_outputs(
 
 
 class _SelectiveCall:
-    """One operation of forward: what its tensors were like, and its output, where that is kept."""
+    """One operation of forward: the shapes and types of its tensors, and its output, if it is kept."""
 
     __slots__ = ("given", "output")
 
@@ -94,7 +95,7 @@ class _Mode(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Code that is compiled inside is not looked into, as by torch's contexts."""
+        """Return ``True``, as torch's contexts do: compiled code inside is not inspected."""
         return True
 
     def next_call(self, function: Any) -> tuple[Any, int]:
@@ -117,7 +118,7 @@ class _Forward(_Mode):  # type: ignore[no-untyped-call]
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        given = _likeness(args, kwargs)  # before a write in place may change it
+        given = _likeness(args, kwargs)  # before an in-place write may change it
         output = function(*args, **kwargs)
         if function in _IGNORED:
             return output
@@ -149,7 +150,7 @@ class _Again(_Mode):  # type: ignore[no-untyped-call]
             return function(*args, **kwargs)
         call = self.calls.get(self.next_call(function))
         if call is None or call.given != _likeness(args, kwargs):
-            self.calls.clear()  # torch never frees a graph whose function failed when it ran again
+            self.calls.clear()  # torch never frees a graph whose function failed in its second run
             raise UsageError(
                 f"a checkpoint: {function} was called otherwise when the function ran again, so what was kept "
                 "cannot be matched; the function must do the same each time"
@@ -163,8 +164,8 @@ class _Again(_Mode):  # type: ignore[no-untyped-call]
 
 
 def _got(leaf: Any) -> Any:
-    # What was no tensor is there as it was.
-    # A new tensor each time: autograd makes it the output of the operation that runs again.
+    # Leaves that are not tensors are returned unchanged. A tensor is detached each time, since autograd makes
+    # it an output of the operation that runs again.
     return leaf.get().detach() if hasattr(leaf, "get") else leaf
 
 
@@ -175,11 +176,11 @@ def _likeness(args: Any, kwargs: Any) -> tuple[Any, ...]:
 
 @functools.cache
 def _is_alias(function: Any) -> bool:
-    """Whether the operator returns its input, or a view of it."""
+    """Return whether the operator returns its input, or a view of it."""
     schema = schema_of(function)
     return schema is not None and any(each.alias_info is not None for each in schema.returns)
 
 
 def _counting_versions() -> Any:
-    """Below autograd, ``detach`` shares no version counter; in this context it does, as above."""
+    """Return a context in which ``detach`` shares the version counter below autograd, as it does above."""
     return _exclude(torch._C.DispatchKey.ADInplaceOrView, False)

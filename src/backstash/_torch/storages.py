@@ -1,8 +1,8 @@
-"""Which storage is which, and how a storage's identity is kept from being given to another one.
+"""The identity of storages, and how to keep an identity from being reused.
 
-A storage's identity is the address of its C++ object, which a new storage may get once that object is
-gone. While a weak reference to the storage is owned the object stays, without its bytes. All of these are
-in torch 2.11 to 2.15; names in lower case are PyTorch's functions themselves, or calls of C.
+A storage's identity is the address of its C++ object, which a new storage may get once that object is freed. A
+weak reference keeps the object alive, without its bytes. Everything here exists in torch 2.11 to 2.15. Names
+in lower case are PyTorch's functions themselves, or C calls.
 """
 
 from __future__ import annotations
@@ -32,27 +32,28 @@ storage_identity: Callable[[torch.UntypedStorage], int] = (
     if optional("torch.UntypedStorage._cdata", None) is not None
     else required("torch.UntypedStorage._cdata", _IDENTIFIES)
 )
-"""The identity of a storage that is alive. Where torch lacks it, it raises ``UsageError``."""
+"""Returns the identity of a living storage. If torch lacks it, it raises ``UsageError``."""
 
 weak_ref: Callable[[torch.UntypedStorage], int] = required("torch.UntypedStorage._weak_ref", _KEEPS)
-"""A weak reference to a storage, as a number; to be freed once. Where torch lacks it: ``UsageError``."""
+"""Returns a weak reference to a storage, as a number; free it once. If torch lacks it: ``UsageError``."""
 
 free_weak_ref: Callable[[int], None] = required("torch.UntypedStorage._free_weak_ref", _KEEPS)
-"""Frees what :data:`weak_ref` returned. Where torch lacks it, it raises ``UsageError``."""
+"""Frees a reference of :data:`weak_ref`. If torch lacks it, it raises ``UsageError``."""
 
 keep_identity: Callable[[torch.UntypedStorage], object] = required(
     "torch.multiprocessing.reductions.StorageWeakRef", _KEEPS
 )
-"""An object that owns a weak reference to a storage. Undocumented; where torch lacks it: ``UsageError``."""
+"""Returns an object with a weak reference to a storage. Undocumented; if missing: ``UsageError``."""
 
 
 _use_count: Callable[[int], int] = optional("torch._C._storage_Use_Count", lambda identity: 3)
 
 
 def has_other_owners(tensor: Tensor) -> bool:
-    """Whether another tensor or storage object has the memory of ``tensor``, which has no such object yet.
+    """Return whether another tensor or storage object has the memory of ``tensor``.
 
-    Where torch lacks the call, or the tensor has no storage of its own: yes, which costs a copy.
+    ``tensor`` must not have a storage object yet. If torch lacks the call, or the tensor has no storage of its
+    own: ``True``, which costs a copy.
     """
     storage = storage_of(tensor)
     return (
@@ -61,7 +62,7 @@ def has_other_owners(tensor: Tensor) -> bool:
 
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
-    """The one storage of ``tensor``; ``None`` for a layout or a subclass that has none."""
+    """Return the storage of ``tensor``; ``None`` for a layout or a subclass without one."""
     try:
         return tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):

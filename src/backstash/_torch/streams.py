@@ -1,4 +1,4 @@
-"""What is asked of an accelerator several times for each block, without the calls in Python around it."""
+"""Stream queries that run several times for each block, without the Python wrappers around them."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ __all__ = ["capture_query", "current_stream"]
 current_stream: Callable[[int], Any] = optional(
     "torch._C._accelerator_getStream", torch.accelerator.current_stream
 )
-"""The stream that is current on this thread, of the accelerator with that index. In torch 2.11 to 2.15; where
-the call is missing, the public one around it."""
+"""Returns the current stream of this thread on the accelerator with that index. Exists in torch 2.11 to 2.15;
+otherwise the public wrapper is used."""
 
 _cuda_query: Callable[[], bool] | None = optional("torch._C._cuda_isCurrentStreamCapturing", None)
 
 
 def capture_query(module: Any) -> Callable[[], bool]:
-    """The call by which ``module`` (``torch.cuda``, say) tells whether its current stream is captured.
+    """Return the function that tells whether the current stream of ``module`` is being captured.
 
-    Of CUDA in torch 2.11 to 2.15 the one that the public function calls; where it is missing, that function.
-    A device without graphs answers no.
+    For CUDA in torch 2.11 to 2.15 this is the private function inside the public one; otherwise the public
+    one. For a device without graphs it returns ``False``.
     """
     if module is torch.cuda and _cuda_query is not None:
         return _cuda_query

@@ -1,7 +1,7 @@
-"""What a tensor is besides its elements: its conj and neg bits, its kind, and what it is made of.
+"""Properties of a tensor other than its elements: conj and neg bits, its kind, and its inner tensors.
 
-All of these are in torch 2.11 to 2.15; names that are not defined here by ``def`` are PyTorch's functions
-themselves.
+Everything here exists in torch 2.11 to 2.15. Names that are not defined by ``def`` are PyTorch's own
+functions.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 neg_view: Callable[[Tensor], Tensor] = required(
     "torch._neg_view", "gives back a tensor that was saved with its neg bit set"
 )
-"""A view of a tensor with its neg bit toggled. Where torch lacks it, it raises ``UsageError``."""
+"""Returns a view of a tensor with its neg bit toggled. If torch lacks it, it raises ``UsageError``."""
 
 
 def _has_no_address(tensor: Tensor) -> bool:
@@ -46,22 +46,21 @@ def _has_no_address(tensor: Tensor) -> bool:
 
 
 is_zero_tensor: Callable[[Tensor], bool] = optional("torch.Tensor._is_zerotensor", _has_no_address)
-"""Whether it is one of autograd's zeros without memory. Where torch lacks the call: whether asking for the
-address of its memory fails."""
+"""Whether it is a zero tensor of autograd. If torch lacks the call: whether it has no memory address."""
 
 is_functorch_wrapped: Callable[[Tensor], bool] = required(
     "torch._C._functorch.is_functorch_wrapped_tensor", "leaves the tensors of torch.func alone"
 )
-"""Whether a transform of ``torch.func`` wraps the tensor. Where torch lacks the call, it raises
-``UsageError``: such a tensor cannot be told from one that may be moved."""
+"""Whether a transform of ``torch.func`` wraps the tensor. If torch lacks the call, it raises ``UsageError``,
+since such a tensor cannot be distinguished from one that may be moved."""
 
 is_view: Callable[[Tensor], bool] = optional(
     "torch.Tensor._is_view", lambda tensor: tensor._base is not None
 )
-"""Whether autograd knows the tensor as a view. Where torch lacks the call, whether it has a base."""
+"""Whether autograd treats the tensor as a view. If torch lacks the call: whether it has a base."""
 
 
-_MOST_VIEWS = 8  # between a wrapper subclass and what is saved of its part
+_MOST_VIEWS = 8  # between a wrapper subclass and the tensor saved from its inner tensor
 
 
 def _can_flatten(tensor: Any) -> bool:
@@ -71,21 +70,21 @@ def _can_flatten(tensor: Any) -> bool:
 is_wrapper_subclass: Callable[[object], bool] = optional(
     "torch.utils._python_dispatch.is_traceable_wrapper_subclass", _can_flatten
 )
-"""Whether it is a tensor subclass made of other tensors that says how (``__tensor_flatten__``). Where torch
-lacks the call: whether it has the two methods for that."""
+"""Whether it is a wrapper subclass that names its inner tensors (``__tensor_flatten__``). If torch lacks the
+call: whether it has the two methods for that."""
 
 
 def toggle_bits(tensor: Tensor, *, conj: bool, neg: bool) -> Tensor:
-    """A view of ``tensor`` with its conj bit, its neg bit, or both toggled; itself for neither."""
+    """Return a view of ``tensor`` with conj bit, neg bit, or both toggled; ``tensor`` itself for neither."""
     tensor = neg_view(tensor) if neg else tensor
     return tensor.conj() if conj else tensor
 
 
 def flattened(tensor: Any) -> tuple[dict[str, Tensor], dict[str, object], object]:
-    """What ``__tensor_flatten__`` of a wrapper subclass gives: its inner tensors, other attributes, context.
+    """Return what ``__tensor_flatten__`` of a wrapper subclass gives: inner tensors, others, context.
 
-    From torch 2.13 on the names may be of attributes that are no tensors (a DTensor's ``device_mesh``);
-    ``__tensor_unflatten__`` takes those among the inner tensors.
+    Since torch 2.13 some names may refer to attributes that are not tensors (a DTensor's ``device_mesh``);
+    ``__tensor_unflatten__`` expects those among the inner tensors.
     """
     names, context = tensor.__tensor_flatten__()
     tensors: dict[str, Tensor] = {}
@@ -100,12 +99,11 @@ def flattened(tensor: Any) -> tuple[dict[str, Tensor], dict[str, object], object
 
 
 def is_of_wrapped_leaf(tensor: Tensor, base: Tensor) -> bool:
-    """Whether a leaf that gets a gradient is made of ``base``, as a DTensor is of its local tensor.
+    """Return whether ``base`` is an inner tensor of a leaf, such as a DTensor's local tensor.
 
     Args:
-        tensor: a view of ``base`` that has a gradient function: what ``DTensor.to_local()`` returns, or a view
-            of it.
-        base: its base, which requires no gradient itself.
+        tensor: a view of ``base`` with a ``grad_fn``: the result of ``DTensor.to_local()``, or a view of it.
+        base: its base, which itself requires no gradient.
     """
     node = tensor.grad_fn
     for _ in range(_MOST_VIEWS):
@@ -121,10 +119,10 @@ def is_of_wrapped_leaf(tensor: Tensor, base: Tensor) -> bool:
 
 
 def wait_for_collective(tensor: Any) -> None:
-    """Wait until the collective that fills an ``AsyncCollectiveTensor`` has ended; any other returns at once.
+    """Wait for the collective that fills an ``AsyncCollectiveTensor``. Return at once for other tensors.
 
-    The class is known by its method ``trigger_wait`` (torch 2.11 to 2.15), so that ``torch.distributed`` is not
-    imported for it. Where torch lacks the method, there is no such tensor.
+    The class is recognized by its method ``trigger_wait`` (torch 2.11 to 2.15), so that ``torch.distributed``
+    is not imported. If torch lacks the method, no such tensor exists.
     """
     wait = getattr(tensor, "trigger_wait", None)
     if wait is not None:
@@ -132,11 +130,11 @@ def wait_for_collective(tensor: Any) -> None:
 
 
 def parts_of(tensor: Any) -> list[Tensor] | None:
-    """The tensors that a wrapper subclass or a sparse tensor is made of; ``None`` for any other.
+    """Return the inner tensors of a wrapper subclass or a sparse tensor; ``None`` for any other tensor.
 
-    The index and value tensors of the COO layout are torch's own, ``_indices`` and ``_values``: the public
-    methods refuse a tensor that is not coalesced, and return others. Where they are missing, the tensor
-    raises ``AttributeError``.
+    The index and value tensors of the COO layout are the private ``_indices`` and ``_values``: the public
+    methods reject a tensor that is not coalesced, and return other tensors. If torch lacks them, this raises
+    ``AttributeError``.
     """
     if type(tensor) in _PLAIN and tensor.layout is torch.strided:
         return None
@@ -152,9 +150,9 @@ def parts_of(tensor: Any) -> list[Tensor] | None:
 
 
 def alive(reference: weakref.ref[Tensor]) -> Tensor | None:
-    """The tensor of a weak reference, safe to use where a graph alone may have kept it alive.
+    """Return the tensor of a weak reference, safe to use if only a graph may have kept it alive.
 
-    ``_fix_weakref`` gives such a tensor back to Python. Where torch lacks it, nothing is needed.
+    ``_fix_weakref`` makes Python own such a tensor again. If torch lacks it, nothing is needed.
     """
     tensor = reference()
     if tensor is not None and hasattr(tensor, "_fix_weakref"):

@@ -1,6 +1,6 @@
-"""Tensors inside tuples, lists, dictionaries and what else is registered with torch as a tree.
+"""Tensors inside tuples, lists, dictionaries and other types that are registered with torch as trees.
 
-Torch has no public module for its trees. All are in torch 2.11 to 2.15; where one is missing, a call of it
+Torch has no public module for this. All functions exist in torch 2.11 to 2.15; if one is missing, calling it
 raises ``UsageError``.
 """
 
@@ -16,20 +16,19 @@ __all__ = ["tree_flatten", "tree_leaves", "tree_map_only", "tree_unflatten"]
 tree_flatten: Callable[[Any], tuple[list[Any], Any]] = required(
     "torch.utils._pytree.tree_flatten", "takes an object with tensors apart"
 )
-"""The leaves of a tree, in order, and its structure."""
+"""Returns the leaves of a tree, in order, and its structure."""
 
 tree_unflatten: Callable[[Any, Any], Any] = required(
     "torch.utils._pytree.tree_unflatten", "puts an object with tensors together"
 )
-"""``tree_unflatten(leaves, structure)``: the tree that ``tree_flatten`` took apart."""
+"""``tree_unflatten(leaves, structure)`` returns the tree that ``tree_flatten`` took."""
 
 tree_leaves: Callable[[Any], list[Any]] = required(
     "torch.utils._pytree.tree_leaves", "finds the tensors inside an object"
 )
-"""The leaves of a tree, in order."""
+"""Returns the leaves of a tree, in order."""
 
 tree_map_only: Callable[[Any, Callable[[Any], Any], Any], Any] = required(
     "torch.utils._pytree.tree_map_only", "replaces the tensors inside an object"
 )
-"""``tree_map_only(kind, function, tree)``: the tree with each leaf of ``kind`` replaced by what ``function``
-makes of it."""
+"""``tree_map_only(kind, function, tree)`` applies ``function`` to each leaf of ``kind``."""

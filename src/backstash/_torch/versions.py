@@ -1,4 +1,4 @@
-"""Holding a tensor where it is, with the version check that autograd leaves out under hooks."""
+"""Keep a saved tensor in place, with the version check that autograd skips under saved-tensor hooks."""
 
 from __future__ import annotations
 
@@ -30,18 +30,17 @@ _has_interpreter_lock: bool = getattr(sys, "_is_gil_enabled", lambda: True)()
 
 
 def same_counter(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of equal version share one version counter (a view or ``detach``; not ``.data``).
+    """Return whether two tensors of equal version share a counter (a view or ``detach``; not ``.data``).
 
-    Sharing cannot be asked of torch, so it is tried: the first one's counter is raised for a moment and
-    put back. That relies on the interpreter's lock, which keeps every other thread from looking in that
-    moment. On a Python without that lock, and where torch lacks the call, the answer is no, which costs a
-    copy and never a wrong value.
+    Torch has no query for this. So the counter of ``one`` is raised for a moment and restored. This relies on
+    the GIL, which keeps other threads from reading the version in that moment. Without a GIL, or if torch
+    lacks the call, the answer is ``False``, which costs a copy but never gives a wrong value.
     """
     if _set_versions is None or not _has_interpreter_lock:
         return False
     version = one._version
-    # One call of C code after another, without a bytecode between them at which Python could go on with
-    # another thread: that one would see a change in place that there was not.
+    # Consecutive C calls without a bytecode in between, where Python could switch threads: another thread
+    # would see an in-place change that did not happen.
     steps = (
         functools.partial(_set_versions, (one,), (version + 1,)),
         functools.partial(getattr, other, "_version"),
@@ -52,24 +51,24 @@ def same_counter(one: Tensor, other: Tensor) -> bool:
 
 
 def version_of(value: object) -> int | None:
-    """A tensor's version; ``None`` for what has none (another object, or made in inference mode)."""
+    """Return a tensor's version; ``None`` if it has none (not a tensor, or created in inference mode)."""
     if not isinstance(value, Tensor) or value.is_inference():
         return None
     return value._version
 
 
 def running_node() -> str:
-    """``" for MulBackward0"`` while a node of a graph is running on this thread, else ``""``."""
+    """Return ``" for MulBackward0"`` while a node of a graph is running on this thread, else ``""``."""
     current = getattr(torch._C, "_current_autograd_node", None)
     node = current() if current is not None else None
     return f" for {node.name()}" if node is not None else ""
 
 
 def inplace_error(what: str, found: int | None, saved: int | None, remedy: str) -> InplaceError:
-    """The error for a saved tensor that was modified in place, in PyTorch's words.
+    """Return the error for a saved tensor that was modified in place, in PyTorch's words.
 
     Args:
-        what: names the tensor.
+        what: the name of the tensor.
         found: the version it has now.
         saved: the version it was saved at.
         remedy: what the user can do.
@@ -81,7 +80,7 @@ def inplace_error(what: str, found: int | None, saved: int | None, remedy: str) 
 
 
 def changed_in_place(tensor: Tensor, version: int | None) -> InplaceError:
-    """The error for a saved tensor whose value is no longer what was saved."""
+    """Return the error for a saved tensor whose value has changed."""
     kind = str(tensor.dtype).removeprefix("torch.")
     what = f"a saved {kind} tensor of shape {tuple(tensor.shape)}"
     remedy = "Change a clone, or use allow_mutation_on_saved_tensors."
@@ -89,28 +88,28 @@ def changed_in_place(tensor: Tensor, version: int | None) -> InplaceError:
 
 
 class HeldVersion:
-    """A saved tensor left in place: an alias without its graph, and the version it must still have."""
+    """A saved tensor kept in place: an alias without its graph, and the version it must still have."""
 
     __slots__ = ("alias", "version")
 
     def __init__(self, tensor: Tensor) -> None:
-        self.alias = tensor.detach()  # an operation's own output would hold itself through its node
+        self.alias = tensor.detach()  # an operation's output would keep its own node alive
         self.version = version_of(tensor)
 
     @property
     def packed_inside(self) -> Tensor:
-        """The tensor, for whoever looks without unpacking."""
+        """The tensor, for callers that read without unpacking."""
         return self.alias
 
     def get(self) -> Tensor:
-        """The tensor. Raises ``InplaceError`` when it was changed since."""
+        """Return the tensor. Raises ``InplaceError`` if it was modified since."""
         if self.version is not None and self.alias._version != self.version:
             raise changed_in_place(self.alias, self.version)
         return self.alias
 
 
 class Routed:
-    """What autograd holds: a packed object, and the hook that reads it."""
+    """What autograd holds: a packed object, and the unpack hook that reads it."""
 
     __slots__ = ("unpack", "value")
 
@@ -120,9 +119,9 @@ class Routed:
 
     @property
     def packed_inside(self) -> Any:
-        """The packed object, for whoever looks without unpacking."""
+        """The packed object, for callers that read without unpacking."""
         return self.value
 
     def get(self) -> Tensor:
-        """The tensor, from whichever hook has it."""
+        """Return the tensor by calling its unpack hook."""
         return self.unpack(self.value)

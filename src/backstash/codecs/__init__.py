@@ -1,10 +1,11 @@
-"""How a saved tensor's bytes are stored smaller: exact codecs, and lossy ones that only a caller names.
+"""Codecs, which store the bytes of saved tensors in less memory.
 
-Exact, and each refuses what it does not make smaller: :class:`Constant` (all elements equal), :class:`Bits`
-(``bool``), :class:`TwoValued` (two different elements), :class:`Narrow` (integers that need fewer bytes) and
-:class:`Zeros` (many zeros). :data:`EXACT` tries these in turn, and is what ``Action("pack")`` means. Lossy:
-:class:`BFloat16`, :class:`Float8` and :class:`Int8`. A codec of one's own is a :class:`Codec`;
-:func:`backstash.testing.check_codec` tests it.
+Exact codecs: :class:`Constant` (all elements equal), :class:`Bits` (``bool``), :class:`TwoValued` (two
+different elements), :class:`Narrow` (integers that need fewer bytes) and :class:`Zeros` (many zeros). Each
+refuses a tensor that it does not make smaller. :data:`EXACT` tries these in turn; it is what
+``Action("pack")`` uses. Lossy codecs, which are used only if you name them: :class:`BFloat16`, :class:`Float8`
+and :class:`Int8`. Subclass :class:`Codec` for a codec of your own; :func:`backstash.testing.check_codec` tests
+it.
 """
 
 from importlib import import_module
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 else:
     _WHERE = {"BFloat16": "_bfloat16", "Chain": "_chain", "Float8": "_float8", "Int8": "_int8"}
 
-    def __getattr__(name):  # which few programs name
+    def __getattr__(name):  # loaded on first use, since few programs name them
         if name not in _WHERE:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = globals()[name] = getattr(import_module(f".{_WHERE[name]}", __name__), name)

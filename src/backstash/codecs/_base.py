@@ -1,4 +1,4 @@
-"""What a codec is."""
+"""The interface of a codec."""
 
 from __future__ import annotations
 
@@ -16,53 +16,54 @@ NOT_WITHOUT_LOOKING = "its size is known only from its values, which an accelera
 NOT_SMALLER = "it would not be smaller"
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
-# Elements that a CPU's codec takes at a time. What it makes of them stays in a cache, and PyTorch uses one
-# thread for an operation on so few: several wait for each other, long where other work is running.
+# Elements that a codec on the CPU processes at a time. The intermediate results stay in a cache, and PyTorch
+# uses one thread for so few elements. Several threads would wait for each other, for long if other work is
+# running.
 _PART = 1 << 15
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """What a codec made of a tensor."""
+    """The result of encoding a tensor."""
 
     payload: Tensor | None
-    """A flat, contiguous tensor of any dtype in memory of its own; ``None`` where ``recipe`` says all. It moves
-    from tier to tier and comes back with the same bytes."""
+    """A flat, contiguous tensor of any dtype with a storage of its own; ``None`` if ``recipe`` is enough. It
+    is evicted and loaded like a block, and comes back with the same bytes."""
     recipe: Any = None
-    """What :meth:`Codec.decode` needs in addition to it. It stays in memory, so it holds no large tensor."""
+    """What :meth:`Codec.decode` needs in addition. It stays in memory, so it must not hold a large tensor."""
 
 
 class Codec(ABC):
-    """Stores the bytes of tensors smaller, and gives them back.
+    """Encodes the bytes of tensors to fewer bytes, and decodes them.
 
-    A stash calls a codec on the thread that computes, with no mode or autocast that matters to integer
-    arithmetic switched off: name dtypes and devices. On an accelerator a codec does not wait for the device:
-    it refuses there what it would have to look at.
+    A stash calls a codec on the thread that computes. Autocast and the default dtype stay as the program set
+    them, so name dtypes and devices. On an accelerator a codec must not wait for the device: it refuses a
+    tensor whose values it would have to read.
 
-    What an ``exact`` codec encodes is decoded again and compared bit for bit before a stash relies on it; on
-    an accelerator, where that would wait, once for each dtype.
+    A stash decodes the result of an ``exact`` codec and compares it bit for bit before relying on it. On an
+    accelerator, where that would wait, it does so once for each dtype.
     """
 
     exact: bool = True
-    """Whether each element comes back with the same bits, NaNs and negative zeros too."""
+    """Whether each element comes back with the same bits, including NaNs and negative zeros."""
 
     @abstractmethod
     def encode(self, values: Tensor) -> Encoded | str:
-        """Encode ``values``, or say in a few words why not.
+        """Encode ``values``, or return the reason for refusing in a few words.
 
         Args:
-            values: all elements of one storage, flat and contiguous, in the dtype of the tensor that was
-                saved; not to be changed. There may be elements among them that no saved view looks at.
+            values: all elements of one storage, flat and contiguous, in the dtype of the saved tensor. Must
+                not be changed. Some elements may belong to no saved view.
         """
 
     @abstractmethod
     def decode(self, payload: Tensor | None, recipe: Any, out: Tensor) -> None:
-        """Fill ``out`` with what :meth:`encode` was given.
+        """Fill ``out`` with the elements that :meth:`encode` received.
 
         Args:
-            payload: as it was encoded, perhaps at another address; not to be changed.
-            recipe: likewise.
-            out: of the shape and dtype of ``values``, with arbitrary elements.
+            payload: the payload of :meth:`encode`, perhaps at another address. Must not be changed.
+            recipe: the recipe of :meth:`encode`.
+            out: a tensor of the shape and dtype of ``values``, with arbitrary elements.
         """
 
     def __repr__(self) -> str:
@@ -70,14 +71,14 @@ class Codec(ABC):
 
 
 def integers(values: Tensor) -> Tensor:
-    """The same memory as integers of the elements' size, or twice as many for complex128."""
+    """Return the same memory as integers of the elements' size; complex128 gives two integers per element."""
     return values.view(_INTEGERS[values.element_size()])
 
 
 def parts(count: int, device: torch.device, *, of: int = 1) -> Iterator[slice]:
-    """``count`` elements in turns, or blocks ``of`` so many; an accelerator takes all at once.
+    """Return slices of ``count`` elements, or of blocks ``of`` so many elements; on an accelerator, one slice.
 
-    All turns but the last are of a multiple of 8 elements.
+    All slices but the last have a multiple of 8 elements.
     """
     step = max(_PART // of, 1) if device.type == "cpu" else max(count, 1)
     return (slice(at, min(at + step, count)) for at in range(0, count, step))

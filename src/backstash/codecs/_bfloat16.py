@@ -1,4 +1,4 @@
-"""Lossy: eight bits of precision."""
+"""A lossy codec with eight bits of precision."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ __all__ = ["BFloat16"]
 
 @final
 class BFloat16(Codec):
-    """Lossy: numbers of 32 or 64 bits are rounded to ``bfloat16``, each by at most 1 part in 256.
+    """Lossy: 32-bit and 64-bit floating-point numbers are rounded to ``bfloat16``, by at most 1 part in 256.
 
-    The range is the same as of ``float32``; larger values become infinite.
+    It has the range of ``float32``; larger values become infinite.
 
     >>> import torch
     >>> BFloat16().encode(torch.tensor([1.001, 100.0])).payload

@@ -1,7 +1,7 @@
-"""Eight truth values in a byte, the first in its lowest bit.
+"""Pack eight truth values into a byte, the first one in the lowest bit.
 
-Eight bytes of 0 or 1 are one integer of 64 bits; its product with ``_GATHER`` has each of them in a bit of its
-own of the highest byte (the technique is known from bitboards, "magic multiplication"). Back, a byte chooses
+Eight bytes of 0 or 1 form one 64-bit integer. Its product with ``_GATHER`` has each of them in a different bit
+of the highest byte (a technique known from bitboards, "magic multiplication"). For unpacking, a byte selects
 one of 256 rows of eight elements.
 """
 
@@ -16,12 +16,12 @@ _GATHER = 0x0102040810204080
 
 
 def nbytes_of(count: int) -> int:
-    """The bytes of ``count`` bits."""
+    """Return the number of bytes for ``count`` bits."""
     return -(-count // 8)
 
 
 def pack(truths: Tensor, out: Tensor) -> None:
-    """Write a flat bool tensor as bits to ``out``, ``uint8``; the last byte is filled up with zeros."""
+    """Write a flat bool tensor as bits to ``out`` (``uint8``). The last byte is padded with zeros."""
     whole = truths.numel() // 8 * 8
     eights = truths[:whole].view(torch.uint8).view(torch.int64)
     out[: whole // 8] = (eights * _GATHER).bitwise_right_shift_(56)
@@ -32,7 +32,7 @@ def pack(truths: Tensor, out: Tensor) -> None:
 
 
 def rows_of(low: int, high: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """For each byte, the eight elements that it stands for: ``low`` for a 0, ``high`` for a 1."""
+    """Return, for each byte value, the eight elements that it encodes: ``low`` for a 0, ``high`` for a 1."""
     byte = torch.arange(256, dtype=torch.int32, device=device).unsqueeze(1)
     bit = torch.arange(8, dtype=torch.int32, device=device)
     truths = byte.bitwise_right_shift(bit).bitwise_and_(1).to(torch.bool)
@@ -41,7 +41,7 @@ def rows_of(low: int, high: int, dtype: torch.dtype, device: torch.device) -> Te
 
 
 def unpack(bits: Tensor, rows: Tensor, out: Tensor) -> None:
-    """Write the elements that ``bits`` stand for to ``out``, which is flat and of the dtype of ``rows``."""
+    """Write the elements that ``bits`` encode to ``out``, which is flat and has the dtype of ``rows``."""
     whole = out.numel() // 8 * 8
     at = bits.to(torch.int32)
     torch.index_select(rows, 0, at[: whole // 8], out=out[:whole].view(-1, 8))

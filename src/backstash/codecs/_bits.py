@@ -1,4 +1,4 @@
-"""Truth values: a bit each."""
+"""A codec for truth values: one bit each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Bits"]
 
 @final
 class Bits(Codec):
-    """A ``bool`` tensor becomes an eighth of its size, on an accelerator too.
+    """Encodes a ``bool`` tensor to an eighth of its size, on an accelerator, too.
 
     >>> import torch
     >>> mask = torch.arange(10) % 3 == 0
@@ -30,7 +30,7 @@ class Bits(Codec):
         count, device = values.numel(), values.device
         payload = torch.empty(_bit_runs.nbytes_of(count), dtype=torch.uint8, device=device)
         for part in parts(count, device):
-            # A byte other than 0 and 1 is true as well.
+            # A byte other than 0 and 1 also counts as true.
             truths = values[part].view(torch.uint8).ne(0)
             _bit_runs.pack(truths, payload[part.start // 8 : _bit_runs.nbytes_of(part.stop)])
         return Encoded(payload)

@@ -1,4 +1,4 @@
-"""One codec after another."""
+"""A codec that applies several codecs one after another."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ __all__ = ["Chain"]
 
 @final
 class Chain(Codec):
-    """Encodes what the codec before has made.
+    """Applies codecs one after another, each to the payload of the one before.
 
-    The first has to take the tensor. Where a later one refuses, the chain ends before it.
+    If the first codec refuses, the chain refuses. If a later one refuses, the chain ends before it.
 
     Args:
         codecs: at least one, in the order in which they encode.

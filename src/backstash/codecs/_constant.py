@@ -1,4 +1,4 @@
-"""All elements equal: one of them."""
+"""A codec for tensors whose elements are all equal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Constant"]
 
 @final
 class Constant(Codec):
-    """A tensor whose elements all have the same bits, as of zeros, becomes one number.
+    """Encodes a tensor whose elements all have the same bits, such as zeros, to one number.
 
     >>> import torch
     >>> Constant().encode(torch.zeros(100_000))

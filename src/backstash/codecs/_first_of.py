@@ -1,4 +1,4 @@
-"""The first codec that a tensor suits."""
+"""A codec that uses the first of several codecs that accepts a tensor."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ __all__ = ["EXACT", "FirstOf"]
 
 @final
 class FirstOf(Codec):
-    """Tries codecs in turn; what all of them refuse is refused, for all their reasons.
+    """Tries codecs in turn. If all of them refuse, it refuses with all their reasons.
 
     Args:
-        codecs: in the order in which they are tried.
+        codecs: the codecs, in the order in which they are tried.
 
     >>> import torch
     >>> codec = FirstOf(Bits(), Narrow())
@@ -53,4 +53,4 @@ class FirstOf(Codec):
 
 
 EXACT = FirstOf(Constant(), Bits(), TwoValued(), Narrow(), Zeros())
-"""What ``Action("pack")`` means: the first of the exact codecs that makes a tensor smaller."""
+"""The codec of ``Action("pack")``: the first exact codec that makes a tensor smaller."""

@@ -1,4 +1,4 @@
-"""Lossy: a byte for each number, with one scale for all."""
+"""A lossy codec: one byte for each number, with one scale for all."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _SCALE_BYTES = 4
 
 @final
 class Float8(Codec):
-    """Lossy: numbers are scaled by the largest and rounded to an 8-bit floating-point format.
+    """Lossy: numbers are scaled by the largest one and rounded to an 8-bit floating-point format.
 
-    With ``float8_e4m3fn`` each is off by at most 1 part in 16, and what is smaller than 1/200,000 of the
-    largest becomes zero (formats: Micikevicius et al., "FP8 Formats for Deep Learning", 2022). A tensor with
-    an element that is not finite comes back as NaN.
+    With ``float8_e4m3fn`` the error is at most 1 part in 16, and numbers smaller than 1/200,000 of the largest
+    become zero (formats: Micikevicius et al., "FP8 Formats for Deep Learning", 2022). If an element is not
+    finite, the whole tensor comes back as NaN.
 
     Args:
         dtype: the format.

@@ -1,4 +1,4 @@
-"""Lossy: a byte for each number, with a scale for each block of them."""
+"""A lossy codec: one byte for each number, with a scale for each block of numbers."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ __all__ = ["Int8"]
 
 @final
 class Int8(Codec):
-    """Lossy: numbers are rounded to 255 steps between the largest of each block and its negative.
+    """Lossy: numbers are rounded to 255 steps between plus and minus their block's largest.
 
-    Each is off by at most 1/254 of its block's largest (block-wise quantization as in Dettmers et al.,
-    "8-bit Optimizers via Block-wise Quantization", 2021). A block with an element that is not finite comes
-    back as NaN.
+    The error is at most 1/254 of the block's largest (block-wise quantization as in Dettmers et al., "8-bit
+    Optimizers via Block-wise Quantization", 2021). If an element is not finite, its whole block comes back as
+    NaN.
 
     Args:
-        block: elements that share a scale; a multiple of 8.
+        block: the number of elements that share a scale; a multiple of 8.
 
     Raises:
-        UsageError: ``block`` is no such number.
+        UsageError: ``block`` is not a positive multiple of 8.
 
     >>> import torch
     >>> codec, values, out = Int8(8), torch.tensor([127.0, -3.2, 0, 0, 0, 0, 0, 0]), torch.empty(8)
@@ -79,7 +79,7 @@ class Int8(Codec):
             place.copy_(rows.view(-1)[: place.numel()])
 
     def _divided(self, payload: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
-        """The scales, and a row of numbers for each block."""
+        """Return the scales, and a row of numbers for each block."""
         scales, rounded = payload[: 4 * blocks], payload[4 * blocks :]
         return scales.view(torch.float32), rounded.view(torch.int8).view(blocks, self.block)
 

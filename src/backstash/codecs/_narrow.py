@@ -1,4 +1,4 @@
-"""Integers that need fewer bytes than they have."""
+"""A codec for integers that need fewer bytes than their dtype has."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _TARGETS = (torch.int8, torch.int16, torch.int32)
 
 @final
 class Narrow(Codec):
-    """Integers become integers of one, two or four bytes, counted from the middle of their range.
+    """Encodes integers to one, two or four bytes each, counted from the middle of their range.
 
-    Such are the indices of a max-pooling, of an embedding, and class numbers, which are of 64 bits.
+    It suits the 64-bit indices of a max-pooling or an embedding, and class numbers.
 
     >>> import torch
     >>> Narrow().encode(torch.tensor([7000, 7255])).payload

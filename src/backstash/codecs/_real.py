@@ -1,4 +1,4 @@
-"""What lossy codecs take."""
+"""The input of lossy codecs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["reals"]
 
 
 def reals(values: Tensor) -> Tensor | str:
-    """``values`` as real numbers, two for each complex one; or why it has none that may be rounded."""
+    """Return ``values`` as real numbers (two for each complex one), or why they cannot be rounded."""
     if values.dtype.is_complex:
         return values.view(values.dtype.to_real())
     if not values.dtype.is_floating_point:

@@ -1,4 +1,4 @@
-"""Two different elements: a bit each."""
+"""A codec for tensors with two different elements: one bit each."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ._base import NOT_SMALLER, NOT_WITHOUT_LOOKING, Codec, Encoded, integers, p
 __all__ = ["TwoValued"]
 
 _SEVERAL = "it has more than two different elements"
-_LOOKED_AT = 64  # elements, before any other is
+_LOOKED_AT = 64  # elements that are sampled first
 
 
 @final
 class TwoValued(Codec):
-    """A tensor with at most two different elements becomes a bit for each, and the two.
+    """Encodes a tensor with at most two different elements to one bit each, plus the two elements.
 
-    Such are the noise of a dropout on the CPU (0 and 1/(1-p)) and masks that were cast to numbers.
+    It suits the noise of a dropout on the CPU (0 and 1/(1-p)) and masks that were converted to numbers.
 
     >>> import torch
     >>> TwoValued().encode(torch.tensor([0.0, 2.0, 2.0, 0.0]))

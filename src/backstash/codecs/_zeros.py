@@ -1,4 +1,4 @@
-"""Many zeros: a bit for each element, and the elements that are not zero."""
+"""A codec for tensors with many zeros: one bit for each element, plus the nonzero elements."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from ._base import NOT_SMALLER, NOT_WITHOUT_LOOKING, Codec, Encoded, integers, p
 
 __all__ = ["Zeros"]
 
-_LOOKED_AT = 1024  # elements, before any other is
-_LEAST_SHARE = 1 / 8  # of the bytes that have to be saved
+_LOOKED_AT = 1024  # elements that are sampled first
+_LEAST_SHARE = 1 / 8  # of the bytes: the least saving
 
 
 @final
 class Zeros(Codec):
-    """A tensor with many zeros, as after a ReLU, becomes a bit for each element, and the other elements.
+    """Encodes a tensor with many zeros, as after a ReLU, to one bit for each element, plus the other elements.
 
-    A zero is an element without a bit that is set: a negative zero is kept among the others.
+    Only an element without a set bit counts as zero; a negative zero is stored with the others.
 
     >>> import torch
     >>> Zeros().encode(torch.tensor([0, 0, 0, 0, 0, 0, 5, 0])).payload
@@ -68,6 +68,6 @@ class Zeros(Codec):
 
 
 def _divided(payload: Tensor, others: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The elements that are not zero, and the bits."""
+    """Return the nonzero elements, and the bits."""
     nbytes = others * dtype.itemsize
     return payload[:nbytes].view(dtype), payload[nbytes:]

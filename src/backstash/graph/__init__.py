@@ -1,7 +1,8 @@
-"""Every name of ``torch.autograd.graph``, and names that it lacks.
+"""Every name of ``torch.autograd.graph``, and more.
 
-A program may import ``backstash.graph`` instead of ``torch.autograd.graph`` and keeps its meaning. Most names
-are torch's own objects. Those in which torch's version has a fault are our own, with the same meaning.
+A program may import ``backstash.graph`` instead of ``torch.autograd.graph`` without a change of meaning. Most
+names are torch's own objects. Where torch's version has a fault, the name is backstash's own, with the same
+meaning.
 
 ====================  ============================================================================
 torch's own           ``Node``, ``GradientEdge``, ``get_gradient_edge``, ``increment_version``,
@@ -80,7 +81,7 @@ __all__ = [
     "skip",
 ]
 
-# Names that only some versions of torch have are torch's own objects.
+# Names that only some versions of torch have refer to torch's own objects.
 _handed_on: dict[str, Any] = {
     name: getattr(_stock, name) for name in _stock.__all__ if name not in __all__
 }

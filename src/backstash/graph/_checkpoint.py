@@ -1,4 +1,4 @@
-"""``torch.utils.checkpoint`` whose selective form keeps outputs where saved tensors go."""
+"""``torch.utils.checkpoint`` with a selective form that keeps outputs in the stash."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def checkpoint(
     | None = None,
     **options: Any,
 ) -> _R:
-    """Call ``fn(*args)``, drop what it saves, and run it again when backward needs that.
+    """Call ``fn(*args)``, free what it saves, and run it again when backward needs it.
 
-    It is ``torch.utils.checkpoint.checkpoint(use_reentrant=False)``. In torch, what the selective form keeps
-    stays in memory, out of reach of hooks. Here it goes into the stash around the call, as other saved tensors
-    do. The policies that offload also do so; in torch's eager mode ``CheckpointPolicy.MUST_CPU_OFFLOAD``
-    recomputes.
+    It is ``torch.utils.checkpoint.checkpoint(use_reentrant=False)``. In torch, the outputs that the selective
+    form keeps stay in memory, and hooks do not see them. Here they go to the stash around the call, like other
+    saved tensors. The policies that offload do so, too; in torch's eager mode
+    ``CheckpointPolicy.MUST_CPU_OFFLOAD`` recomputes.
 
     Args:
         fn: what to run. It must do the same each time. Its random numbers are restored for it.
@@ -45,7 +45,7 @@ def checkpoint(
             the outputs that ``policy`` chooses. ``MUST_SAVE`` and ``PREFER_SAVE``: in the stash, or in place
             without one. ``MUST_CPU_OFFLOAD`` and ``PREFER_CPU_OFFLOAD``: an accelerator's tensors in pinned
             host memory, in addition to the stash's budget; a CPU tensor as with ``MUST_SAVE``. Views and
-            what writes in place are always done again. Contexts of your own, and those with
+            in-place writes are always run again. Contexts of your own, and those with
             ``allow_cache_entry_mutation=True``, are used as they are. Default ``None``: nothing is kept.
         options: torch's other options (``preserve_rng_state``, ``determinism_check``, ``early_stop``, ...)
             and keyword arguments of ``fn``.
@@ -54,8 +54,9 @@ def checkpoint(
         UsageError: ``use_reentrant=True``; or, from backward, ``fn`` did something else when it ran again.
         InplaceError: from backward, when an output that was kept in place was changed in place.
 
-    A graph may be used several times (``retain_graph=True``); what is kept lives as long as it does. In a
-    function that ``torch.compile`` compiles, call torch's own: the compiler plans what is kept there.
+    A graph may be used several times (``retain_graph=True``). What is kept lives as long as the graph. In a
+    function that ``torch.compile`` compiles, call torch's own ``checkpoint``: the compiler plans what is kept
+    there.
 
     >>> import tempfile, torch
     >>> from torch.utils.checkpoint import create_selective_checkpoint_contexts as selective
@@ -86,7 +87,7 @@ def _parameters(function: Callable[..., Any]) -> frozenset[str]:
 
 def _pair_around() -> Pair | None:
     pair = current_pair()
-    # Of another checkpoint around this one: it would drop what this one is to keep.
+    # Not the pair of another checkpoint around this one, which would free what this one has to keep.
     is_checkpoint = pair is not None and pair.pack.__module__ == CHECKPOINT_MODULE
     return None if is_checkpoint else pair
 

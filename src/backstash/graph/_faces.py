@@ -1,4 +1,4 @@
-"""``save_on_cpu`` and ``save_on_disk``: each a ``Stash``, set up for one purpose."""
+"""``save_on_cpu`` and ``save_on_disk``: a ``Stash`` that is configured for one purpose."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _made(parameters: bool) -> Stash:
 
 @functools.cache
 def on_host(parameters: bool) -> Stash:
-    """One stash for the process, so that the contexts of all steps use the same pinned memory."""
+    """Return the one stash of the process for such contexts, so that they share pinned memory."""
     return _made(parameters)
 
 

@@ -148,11 +148,11 @@ def saved_tensors(ctx: Any) -> tuple[Tensor | None, ...]:
 
 
 class _ToSave(tuple[Any, ...]):
-    """The tensors that ``forward`` gave to ``save_for_backward``; its end is the moment before they are saved.
+    """The tensors passed to ``save_for_backward``. It is destroyed just before they are saved.
 
     After ``forward``, torch restores the caller's grad mode, reads the tensors, drops this tuple, and then
-    saves the tensors, if there is to be a graph. So ``__del__`` pushes the pair for the saves, and the last
-    save pops that pair. If ``forward`` failed, its context has died before the tuple, and nothing is pushed.
+    saves the tensors, if there is a graph. So ``__del__`` pushes the pair for the saves, and the last save
+    pops that pair. If ``forward`` failed, its context has died before the tuple, and nothing is pushed.
     """
 
     def prepare(self, ctx: Any, tensors: list[Tensor], to: HookPair) -> None:

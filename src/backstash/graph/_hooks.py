@@ -127,7 +127,7 @@ class _Entered:
     def pack(self, tensor: Tensor) -> Packed:
         value = self.pack_hook(tensor)
         if value is tensor and not tensor.is_leaf:
-            value = tensor.detach()  # an operation's own output would hold itself through its node
+            value = tensor.detach()  # an operation's output would keep its own node alive
         packed = Packed(tensor, value)
         if self.outer is not None:
             outer_pack = self.outer.pack
@@ -166,7 +166,7 @@ class _Entered:
 
 
 def _versions(value: Any) -> list[int | None]:
-    """The versions of the tensors inside a packed object, as far as it is a plain container."""
+    """Return the versions of the tensors inside a packed object, as far as it is a plain container."""
     if isinstance(value, Tensor):
         return [version_of(value)]
     if type(value) in _CONTAINERS:

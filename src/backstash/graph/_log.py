@@ -1,4 +1,4 @@
-"""``log_backward``: what each node of a graph does in backward, as rows and as log records."""
+"""``log_backward``: record what each node of a graph does in backward, as rows and as log records."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class NodeRun:
     node: str
     """The node's name, ``"MulBackward0"``."""
     module: str
-    """The path of the module that made it (see :func:`label_modules`), or of the parameter whose
-    gradient it accumulates; ``""`` where neither is known."""
+    """The path of the module that created it (see :func:`label_modules`), or of the parameter whose gradient
+    it accumulates; ``""`` if neither is known."""
     gradients: tuple[tuple[int, ...] | None, ...]
     """The shapes of the gradients that it got; ``None`` for an undefined one."""
     norms: tuple[float | None, ...]

@@ -1,4 +1,4 @@
-"""Modules that run another one whose saved tensors go to host memory or to disk."""
+"""Modules that run another module and save its tensors to host memory or to disk."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class _Saving(nn.Module):
             return self.module(*args, **kwargs)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """The names and parameters of ``module``."""
+        """Return the names and parameters of ``module``."""
         for name, parameter in super().named_parameters(*args, **kwargs):
             yield name.replace(_INNER, "", 1), parameter
 

@@ -1,15 +1,14 @@
 """``register_multi_grad_hook``: one call for the gradients of several tensors.
 
-The gradients that one backward has gathered are owned by that backward: the engine holds them by a final
-callback and drops it when the backward ends, also when it raises. The table here holds weak references.
+The backward owns the gradients that it has gathered: the engine holds them through a final callback, and drops
+that callback when the backward ends, even if it raises. The table here holds weak references.
 
-The hook of one tensor must know which of the other tensors the running backward will reach, and so
-their graph nodes. If the hooks of ``a`` and ``b`` held each other's nodes, and ``b`` was computed from
-``a``, the two nodes would keep each other alive for ever, since the garbage collector cannot look into
-a C++ node that another one refers to. A node is made after the nodes it leads to, and has a greater
-sequence number: so each hook holds the nodes of smaller number only, in a chain. Leaves are held
-weakly. Where it cannot be known whether the backward reaches a tensor (one that was dropped, a leaf under
-``autograd.grad``), ``fn`` is called at the end of the backward.
+The hook of one tensor must know which of the other tensors the running backward will reach, and so needs their
+graph nodes. If the hooks of ``a`` and ``b`` held each other's nodes, and ``b`` was computed from ``a``, the
+two nodes would keep each other alive forever, since the garbage collector cannot see references between C++
+nodes. A node is created after the nodes it leads to, so it has a greater sequence number. So each hook holds
+only nodes of smaller number, in a chain. Leaves are held weakly. If it is unknown whether the backward reaches
+a tensor (one that was freed, or a leaf under ``autograd.grad``), ``fn`` is called at the end of the backward.
 """
 
 from __future__ import annotations
@@ -83,7 +82,7 @@ def _register(tensor: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle
 
 @dataclass(slots=True)
 class _Below:
-    """A tensor whose node was made before that of the hook that holds this, and the next such tensor."""
+    """A tensor whose node was created before the node of the hook that holds this, and the next such tensor."""
 
     index: int
     edge: stock.GradientEdge
@@ -91,7 +90,7 @@ class _Below:
 
 
 class _Group:
-    """What the hooks of one registration share. It holds no node and no tensor."""
+    """The state that the hooks of one registration share. It holds no node and no tensor."""
 
     __slots__ = ("count", "fn", "lock", "running", "tensors")
 
@@ -148,7 +147,7 @@ class _Arrival:
             gathering()
 
     def _expected(self) -> set[int]:
-        """The tensors that this backward reaches, or may reach."""
+        """Return the indices of the tensors that this backward reaches or may reach."""
         edges: dict[int, Any] = {}
         below = self.below
         while below is not None:

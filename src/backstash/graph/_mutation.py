@@ -117,7 +117,7 @@ def allow_mutation_on_saved_tensors() -> Iterator[MutationContext]:
 
 
 def guard_in_place() -> None:
-    """Where the context is active on this thread, push its guard for tensors that no pair packs."""
+    """Push a guard for tensors that no pair packs, if the context is active on this thread."""
     context = getattr(_local, "context", None)
     if context is not None:
         guard = Guard(context, context._table, None)
@@ -125,14 +125,14 @@ def guard_in_place() -> None:
 
 
 def guard_new_pair() -> None:
-    """Where the context is active on this thread, guard a pair that was just pushed."""
+    """Guard a pair that was just pushed, if the context is active on this thread."""
     context = getattr(_local, "context", None)
     if context is not None:
         _guard_current(context._table)
 
 
 class Guarded:
-    """What autograd holds: the record of the saved tensor, and the object that the guarded pair packed."""
+    """What autograd holds: the record of the saved tensor, and the packed object of the guarded pair."""
 
     __slots__ = ("packed", "saved")
 
@@ -142,7 +142,7 @@ class Guarded:
 
     @property
     def packed_inside(self) -> Any:
-        """The tensor left in place, or the packed object, to describe it without unpacking."""
+        """The tensor that stayed in place, or the packed object, to describe it without unpacking."""
         return self.packed if self.saved.alias is None else self.saved.alias
 
 
@@ -173,7 +173,7 @@ class Guard:
 
 
 def is_guard(pair: Pair) -> bool:
-    """Whether a pair is a guard, or stands in for one that was guarded."""
+    """Return whether a pair is a guard, or replaces a pair that is guarded."""
     if hasattr(pair.pack, "takes_its_own"):  # it gives only some of the saves to the pair it wraps
         return hasattr(pair.pack, "guard")
     return isinstance(getattr(own_pack(pair), "__self__", None), Guard) or hasattr(

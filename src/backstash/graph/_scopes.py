@@ -1,4 +1,4 @@
-"""Contexts in which saved tensors stay in place: all of them, or those that a predicate does not choose."""
+"""Contexts in which saved tensors stay in place: all of them, or those that do not satisfy a predicate."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def skip() -> Iterator[None]:
 
 
 def only(predicate: Callable[[Tensor], bool]) -> _Only:
-    """A context in which only tensors that satisfy ``predicate`` are packed by the pair around it.
+    """Return a context in which only tensors that satisfy ``predicate`` are packed by the pair around it.
 
     The others stay in place, and a change in place raises an error when backward needs them. With no pair
     around it, all tensors stay in place.

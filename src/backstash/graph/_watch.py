@@ -1,11 +1,11 @@
-"""Which saved tensors lie in which storage, so that they can be cloned before the storage is written.
+"""A table of saved tensors by storage, so that they can be cloned before the storage is written.
 
-A storage is known by its ``_cdata`` while the table owns a weak reference to it: the identity of a storage
-that is weakly referenced is not given to another one. Every alias of a saved tensor has the same storage,
-whatever its address, shape or dtype, so a write through any of them is found here.
+A storage is identified by its ``_cdata``. The table owns a weak reference to it, so that no other storage gets
+the same identity. Every alias of a saved tensor has the same storage, whatever its address, shape or dtype, so
+the table finds a write through any of them.
 
-The table keeps nothing of a saved tensor that died. The callback of its weak reference may run on any thread in
-the middle of anything, so it only appends to a queue, which the next call drains.
+The table keeps nothing of a saved tensor that died. The callback of its weak reference may run on any thread
+at any point of a program. So it only appends to a queue, which the next call drains.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class WatchedRegion(NamedTuple):
 
 
 class Saved:
-    """A saved tensor: where its bytes lie, and an alias, or a clone that was made before it changed."""
+    """A saved tensor: where its bytes are, and an alias, or a clone that was made before they changed."""
 
     __slots__ = (
         "__weakref__",
@@ -74,7 +74,7 @@ class Saved:
         return alias
 
     def clone_from(self, storage: torch.UntypedStorage) -> None:
-        """Clone the value before a write to ``storage``, in which the saved tensor lies."""
+        """Clone the value before a write to ``storage``, which holds the saved tensor's bytes."""
         source = self.alias
         if source is None:
             source = torch.empty(0, dtype=self.dtype, device=storage.device)
@@ -87,7 +87,7 @@ class Saved:
 
 class _Storage(NamedTuple):
     weak: object
-    """Owns a weak reference to the storage, so that its identity is not given to another one."""
+    """A weak reference to the storage, so that no other storage gets its identity."""
     saved: dict[object, tuple[weakref.ref[Saved], int, int]]
 
 
@@ -102,7 +102,7 @@ class WatchTable:
         self.closed = False
 
     def add(self, tensor: Tensor, *, hold: bool) -> Saved:
-        """Watch ``tensor``; with ``hold``, keep it alive. The same tensor saved again has the same record."""
+        """Watch ``tensor``; with ``hold``, keep it alive. A second save of it gets the same record."""
         regions = _regions(tensor)
         with self._lock:  # a pack hook calls this, and gradients are disabled there
             self._drain()
@@ -119,14 +119,14 @@ class WatchTable:
                 assert saved.alias is not None
                 saved.alias = saved.alias.clone()
                 saved.version = None
-            elif not regions:  # no byte that a write could change, but a version that it may raise
+            elif not regions:  # no bytes, but a write may raise the version
                 saved.alias = tensor.detach().clone()
                 saved.version, saved.cloned = None, True
             self._register(saved, regions or [], key)
             return saved
 
     def before_write(self, tensor: Tensor, *, moves_only: bool) -> None:
-        """Clone the saved tensors that a write to ``tensor`` changes; ``moves_only``: it changes no byte."""
+        """Clone the saved tensors that a write to ``tensor`` changes. With ``moves_only`` no byte changes."""
         with self._lock, torch.no_grad():
             self._drain()
             for storage, low, high in _regions(tensor) or ():
@@ -139,12 +139,12 @@ class WatchTable:
                         self._clone(saved, storage)
 
     def cloned(self) -> dict[Saved, Tensor]:
-        """The clones of saved tensors that are alive."""
+        """Return the living clones of saved tensors."""
         with self._lock:
             return {saved: saved.alias for saved in self._clones if saved.alias is not None}
 
     def alive(self) -> dict[object, Saved]:
-        """The saved tensors that are alive, cloned or not."""
+        """Return the living saved tensors, cloned or not."""
         with self._lock:
             self._drain()
             return {id(saved): saved for saved in self._everything()}
@@ -189,7 +189,7 @@ class WatchTable:
             self._forget(*where)
         saved.where.clear()
         assert saved.alias is not None
-        # A clone that was unpacked may be written too: it is watched in turn.
+        # A clone that was unpacked may be written, too, so it is watched.
         self._register(saved, _regions(saved.alias) or [], object())
         self._clones.add(saved)
 
@@ -222,7 +222,7 @@ def _identity(tensor: Tensor, hold: bool) -> object:
 
 
 def _regions(tensor: Tensor) -> list[WatchedRegion] | None:
-    """Where the bytes of ``tensor`` lie; ``None`` when it does not tell."""
+    """Return where the bytes of ``tensor`` are; ``None`` if that is unknown."""
     parts = parts_of(tensor)
     if parts is not None:
         return _joined(parts)
@@ -248,13 +248,13 @@ def _joined(parts: list[Tensor]) -> list[WatchedRegion] | None:
 
 
 def _extent(tensor: Tensor) -> int:
-    """Elements of the storage from the tensor's first to its last."""
+    """Return the number of storage elements from the tensor's first to its last."""
     steps = zip(tensor.size(), tensor.stride(), strict=True)
     return 1 + sum((size - 1) * stride for size, stride in steps)
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    """A clone; an expanded tensor stays as small as it is."""
+    """Return a clone. An expanded tensor is not enlarged."""
     plain = type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_nested
     if not plain or tensor.is_conj() or tensor.is_neg() or _extent(tensor) >= tensor.numel():
         return tensor.clone()

@@ -1,10 +1,10 @@
 """Hooks for the gradient that comes through one use of a tensor, and through no other use.
 
-A hook on a leaf gets the gradient of every use, stays after the graph is freed, and would be registered
-again by every call. A hook on an input gets the gradient of every use too. So each use gets a view of
-the tensor, and the hook is put on the view. But an in-place operation on a view takes that view out of
-the graph, with its hooks: for a module that changes its input in place, a second hook, on the tensor as
-it was before the call, is the one that counts.
+A hook on a leaf gets the gradient of every use, stays after the graph is freed, and would be registered again
+by every call. A hook on an input also gets the gradient of every use. So each use gets a view of the tensor,
+with the hook on the view. But an in-place operation on a view takes that view, with its hooks, out of the
+graph. For a module that changes its input in place, a second hook counts instead: the one on the tensor as it
+was before the call.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ GradHook = Callable[[torch.Tensor], Any]
 
 
 def own_output(output: Any) -> Any:
-    """Returns the output with a view in place of each leaf that requires a gradient."""
+    """Return the output with a view in place of each leaf that requires a gradient."""
     if not torch.is_grad_enabled():
         return output
 
@@ -45,7 +45,7 @@ class _Use:
         self.changed = False
 
     def hook(self, hook: GradHook, *, if_changed: bool) -> GradHook:
-        """Returns ``hook`` for the case that the module changed the tensor in place, or that it did not."""
+        """Return ``hook`` for the case that the module changed the tensor in place, or that it did not."""
 
         def chosen(gradient: torch.Tensor) -> Any:
             return hook(gradient) if self.changed is if_changed else None
@@ -63,7 +63,7 @@ class InputUses:
         self._uses: list[_Use] = []
 
     def begin(self, inputs: Any, hook_of: Callable[[int], GradHook]) -> Any:
-        """Returns the inputs to call the module with; ``hook_of(i)`` is the hook of their i-th tensor."""
+        """Return the inputs to call the module with; ``hook_of(i)`` is the hook of their i-th tensor."""
         index = -1
 
         def view(tensor: torch.Tensor) -> torch.Tensor:
@@ -85,7 +85,7 @@ class InputUses:
         return alias
 
     def end(self) -> None:
-        """Notes, when the call has returned, which tensors it changed in place."""
+        """Record which tensors the call changed in place, after it has returned."""
         for use in self._uses:
             if use.tensor is not None:
                 use.changed = version_of(use.tensor) != use.version

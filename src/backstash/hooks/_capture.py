@@ -49,7 +49,7 @@ class Capture(Handle, Mapping[str, Captured]):
         return self
 
     def run(self, *args: Any, **kwargs: Any) -> Capture:
-        """Drops what was captured and calls the model; with ``stop=True`` up to the last captured module.
+        """Drop what was captured and call the model; with ``stop=True`` up to the last captured module.
 
         Returns this capture. A stopped forward ends here and not the ``with`` block, so one handle serves
         a whole loop.
@@ -67,7 +67,7 @@ class Capture(Handle, Mapping[str, Captured]):
         return self
 
     def clear(self) -> None:
-        """Drops what was captured, which frees its memory; the hooks stay."""
+        """Drop what was captured, which frees its memory; the hooks stay."""
         for cell in self._cells.values():
             cell.clear()
 
@@ -94,7 +94,7 @@ class Capture(Handle, Mapping[str, Captured]):
 
 
 def _aliases(model: nn.Module, cells: dict[int, Cell]) -> dict[str, Cell]:
-    """The cells by every path of their modules, with and without the names that wrappers add."""
+    """Return the cells by every path of their modules, with and without the names that wrappers add."""
     found: dict[str, Cell] = {}
     for raw, site in walk(model):
         cell = cells.get(id(site.module))
@@ -118,7 +118,7 @@ def capture(
     edit: Edit | None = None,
     edit_inputs: Edit | None = None,
 ) -> Capture:
-    """Keeps what modules take, return and get as gradients, while the hooks are registered.
+    """Keep what modules take, return and get as gradients, while the hooks are registered.
 
     ``got[path]`` has ``.output``, ``.input`` (the first input; ``.args`` and ``.kwargs`` are all),
     ``.grad`` (of the output), ``.input_grad`` and ``.calls``. Values have the structure that the module
@@ -219,7 +219,7 @@ def _wanted(
 
 @dataclass(frozen=True, slots=True)
 class _Actions:
-    """What the hooks on one module do."""
+    """The actions of the hooks on one module."""
 
     cell: Cell | None
     """Collects the module's calls; ``None`` if it is edited and not captured."""
@@ -232,7 +232,7 @@ class _Actions:
 
 
 def _attach(registration: Registration, site: Site, actions: _Actions, wanted: Wanted) -> None:
-    """Registers the hooks that capturing and editing one module needs, and no more."""
+    """Register the hooks that capturing and editing one module needs, and no more."""
     cell = actions.cell
     only_last_output = wanted.outputs and not (wanted.inputs or wanted.grads)
     plain = only_last_output and wanted.calls == "last" and wanted.keep.plain
@@ -246,7 +246,7 @@ def _attach(registration: Registration, site: Site, actions: _Actions, wanted: W
 
 
 def _last_output(cell: Cell) -> Make:
-    """The hook of the commonest capture, of the last output alone: as cheap as one written by hand."""
+    """Return the hook for a capture of the last output only, as cheap as a hand-written hook."""
 
     def make(record: HookRecord) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
@@ -323,16 +323,16 @@ class _Stopper:
         self._thread: int | None = None
 
     def arm(self) -> None:
-        """From now on, a forward on this thread ends when every captured module was called."""
+        """End a forward on this thread, from now on, when every captured module was called."""
         self._pending = set(self._paths)
         self._thread = threading.get_ident()
 
     def disarm(self) -> None:
-        """From now on, every forward runs to its end."""
+        """Let every forward run to its end from now on."""
         self._thread = None
 
     def called(self, path: str) -> None:
-        """Notes a call of the module at ``path``; raises if it was the last one missing."""
+        """Record a call of the module at ``path``. Raise if it was the last one missing."""
         # An exception on another thread would not reach the with block: replicas run to their end.
         if self._thread != threading.get_ident():
             return
@@ -341,5 +341,5 @@ class _Stopper:
             raise StopForward(self)
 
     def raised(self, error: BaseException | None) -> bool:
-        """Whether this stopper raised ``error``."""
+        """Return whether this stopper raised ``error``."""
         return isinstance(error, StopForward) and error.stopper is self

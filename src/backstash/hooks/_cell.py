@@ -85,7 +85,7 @@ class CapturedCall:
 
 
 class Captured:
-    """What was captured of one module: the values of its last kept call, and every kept call in ``calls``."""
+    """The captured values of one module: those of its last kept call, and every kept call in ``calls``."""
 
     __slots__ = ("calls", "path")
 
@@ -179,14 +179,14 @@ class Cell:
         return Captured(self.path, tuple(self._calls)) if self._calls else None
 
     def clear(self) -> None:
-        """Forgets every call."""
+        """Forget every call."""
         self.quick = None
         self._calls.clear()
         self._open.clear()
         self._seen = 0
 
     def enter(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Records the inputs of a call that begins; returns the inputs that the module is to be called with."""
+        """Record the inputs of a call that begins. Return the inputs to call the module with."""
         call = CapturedCall(self.path)
         wanted = self._wanted
         if not in_backward():
@@ -199,7 +199,7 @@ class Cell:
         return args, kwargs
 
     def leave(self, output: Any) -> Any:
-        """Records the output of a call that ends; returns the output that the caller is to get."""
+        """Record the output of a call that ends. Return the output to pass to the caller."""
         opened = self._open.get(threading.get_ident())
         call = opened.pop() if opened else CapturedCall(self.path)
         if call._input_uses is not None:
@@ -226,7 +226,7 @@ class Cell:
             self._calls[:] = [call]
 
     def _recomputed(self, again: CapturedCall, output: Any) -> None:
-        """Takes the gradients of a call that an activation checkpoint recomputes; it is not a new call.
+        """Take the gradients of a call that an activation checkpoint recomputes; it is not a new call.
 
         Only a reentrant checkpoint's recomputation has gradients that the first run lacks. If the module was
         called several times, it is not known which call is recomputed: then none gets gradients, and

@@ -1,4 +1,4 @@
-"""Finds out when a backward begins and ends, from the hooks that fire in it."""
+"""Detect when a backward begins and ends, from the hooks that fire in it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class _End:
         self._again = True
 
     def __call__(self) -> None:
-        # Queued again once: DDP and FSDP finish their gradients in callbacks of this same backward, which
-        # may be behind the first turn of this one.
+        # Queued again once: DDP and FSDP finish their gradients in callbacks of the same backward, which may
+        # run after the first call of this one.
         if self._again:
             self._again = False
             queue_callback(self)
@@ -43,15 +43,15 @@ class BackwardClock:
         self._on_begin = on_begin
         self._on_end = on_end
         self._end: weakref.ref[_End] | None = None
-        # The engine has a thread for each device, and their hooks may be the first at the same time.
+        # The engine has a thread for each device, so two hooks may be first at the same time.
         self._lock = threading.Lock()
         self.backwards = 0
         """How many backwards have begun."""
         self.running = False
-        """Whether a backward that began here runs; hooks look here before they call ``begin``."""
+        """Whether such a backward is running. Hooks check this before they call ``begin``."""
 
     def begin(self) -> None:
-        """Notes that a backward runs, if no hook has done so yet; called from inside a hook."""
+        """Record that a backward runs, if no hook has done so yet. Called from inside a hook."""
         with self._lock:
             if self.running:
                 return
@@ -63,7 +63,7 @@ class BackwardClock:
             self._end = weakref.ref(end, self._dropped)
 
     def _dropped(self, _: weakref.ref[_End]) -> None:
-        # Runs on the thread that frees a failed backward, in a weak reference's callback: assign only.
+        # Runs in a weak reference's callback, on the thread that frees a failed backward: only assign here.
         self.running = False
 
     def _closed(self) -> None:

@@ -25,7 +25,7 @@ def _compiled_regions(model: nn.Module) -> list[nn.Module]:
 
 
 def warn_if_compiled(model: nn.Module, sites: Iterable[Site], *, owner: str) -> None:
-    """Warns with the remedy if any of ``sites`` runs inside a compiled region of ``model``."""
+    """Warn with the remedy if any of ``sites`` runs inside a compiled region of ``model``."""
     if torch.compiler.is_compiling():
         return
     inside = {id(m) for region in _compiled_regions(model) for m in region.modules()}

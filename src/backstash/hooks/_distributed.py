@@ -1,4 +1,4 @@
-"""What DDP and FSDP2 mean for a gradient that a hook sees."""
+"""The meaning of DDP and FSDP2 for a gradient that a hook sees."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Reduction = Literal["none", "before", "after", "unknown"]
 
 
 def is_ddp(model: object) -> bool:
-    """Whether the model is, or contains, a ``DistributedDataParallel``."""
+    """Return whether the model is, or contains, a ``DistributedDataParallel``."""
     return isinstance(model, nn.Module) and any(
         isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()
     )
 
 
 def _syncs(model: nn.Module) -> bool:
-    """Whether DDP averages in this backward; it does not under its ``no_sync()``."""
+    """Return whether DDP averages in this backward; under its ``no_sync()`` it does not."""
     ddp = nn.parallel.DistributedDataParallel
     return all(m.require_backward_grad_sync for m in model.modules() if isinstance(m, ddp))
 
@@ -34,7 +34,7 @@ def _fsdp_module() -> type | None:
 
 
 def fsdp2_parameters(model: object) -> frozenset[int]:
-    """The ids of the parameters that FSDP2 shards: their tensor hooks never fire."""
+    """Return the ids of the parameters that FSDP2 shards: their tensor hooks never fire."""
     kind = _fsdp_module()
     if kind is None or not isinstance(model, nn.Module):
         return frozenset()
@@ -43,13 +43,13 @@ def fsdp2_parameters(model: object) -> frozenset[int]:
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is a ``DTensor``, which is spread over processes."""
+    """Return whether the tensor is a ``DTensor``, which is spread over processes."""
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     return kind is not None and isinstance(tensor, kind)
 
 
 def replicated(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole value of a ``DTensor``, on every process; a plain tensor itself."""
+    """Return the whole value of a ``DTensor``, on every process; a plain tensor itself."""
     if not is_dtensor(tensor):
         return tensor
     spread: Any = tensor
@@ -58,7 +58,7 @@ def replicated(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def reduction_of(model: object, *, at_end: bool) -> Reduction:
-    """Whether the gradients of ``model``'s parameters are averaged when they are read.
+    """Return whether the gradients of ``model``'s parameters are averaged when they are read.
 
     Args:
         model: the module that the user passed.

@@ -146,7 +146,7 @@ class _EditedGradient:
 def _edited_gradients(
     model: Target, name: Selector, edit: Any, at: _At | None
 ) -> list[_EditedGradient]:
-    """The gradients that one entry of ``edits`` selects."""
+    """Return the gradients that one entry of ``edits`` selects."""
     if not callable(edit):
         raise UsageError(f"edits[{name!r}]={edit!r} is not callable; give callable(gradient)")
     if at not in (None, "parameters", "outputs", "inputs"):
@@ -170,7 +170,7 @@ def _tensors(model: Target, name: Selector) -> dict[str, torch.Tensor]:
     try:
         return select_tensors(model, name, argument="edits")
     except NoMatchError:
-        # Frozen ones are worth an error of their own, unless the name means modules as well.
+        # A frozen tensor is worth an error of its own, unless the name also selects modules.
         if name in named_tensors(model):
             raise
         return {}

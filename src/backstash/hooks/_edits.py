@@ -1,4 +1,4 @@
-"""What a capture changes: the outputs and inputs of modules."""
+"""The edits of a capture: changes of modules' outputs and inputs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Edit: TypeAlias = Change | Mapping[Selector, Change]
 def changes(
     model: nn.Module, sites: list[Site], edit: Edit | None, argument: str
 ) -> list[tuple[Site, Change]]:
-    """Each edited module with its change: of all captured modules, or of those that a dict names.
+    """Return each edited module with its change: all captured modules, or those that a dict names.
 
     Raises:
         UsageError: a change is not callable.
@@ -42,7 +42,7 @@ def changes(
 
 
 def _with_input(change: Change) -> Change:
-    """``change`` as ``callable(value, input)``, also where it takes the value alone."""
+    """Return ``change`` as ``callable(value, input)``, even if it takes only the value."""
     return change if _required(change) >= 2 else lambda value, _: change(value)
 
 
@@ -56,14 +56,14 @@ def _required(change: Change) -> int:
 
 
 def first_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """The first input: the first positional one or, without any, the first keyword one."""
+    """Return the first input: the first positional one or, without any, the first keyword one."""
     return args[0] if args else next(iter(kwargs.values()), None)
 
 
 def with_first(
     value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The inputs, with ``value`` in place of the first one."""
+    """Return the inputs with ``value`` in place of the first one."""
     if args:
         return (value, *args[1:]), kwargs
     return args, {**kwargs, next(iter(kwargs)): value} if kwargs else kwargs

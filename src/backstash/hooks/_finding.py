@@ -36,7 +36,7 @@ class Finding:
     module: str
     """The module's class."""
     made_by: str
-    """What made it, in words: a module, its backward, operations between modules, the input, the loss."""
+    """The cause, in words: a module, its backward, operations between modules, the input, the loss."""
     stats: Stats
     """Statistics of the value that is not finite."""
     before: Stats | None
@@ -45,7 +45,7 @@ class Finding:
     """The module's own parameters that are not finite."""
 
     def as_dict(self) -> dict[str, Any]:
-        """The finding as data for JSON."""
+        """Return the finding as data for JSON."""
         return {
             "step": self.step,
             "phase": self.phase,
@@ -59,7 +59,7 @@ class Finding:
         }
 
     def scalars(self) -> Iterator[tuple[str, float]]:
-        """The finding as curves: how many elements are NaN or infinite."""
+        """Yield the finding as curves: how many elements are NaN or infinite."""
         yield f"nonfinite/{self.phase}/nan", float(self.stats.nan)
         yield f"nonfinite/{self.phase}/inf", float(self.stats.inf)
 
@@ -98,17 +98,17 @@ class ValuesSeen:
         self._step = 0
 
     def see(self, kind: Kind, site: Site, value: Any) -> None:
-        """Measures the floating-point tensors of a value."""
+        """Measure the floating-point tensors of a value."""
         tensors = [t for t in tensors_in(value) if t.is_floating_point() or t.is_complex()]
         if tensors:
             self._seen.append(_Seen(kind, site, [StatsRow(measure(_local(t))) for t in tensors]))
 
     def clear(self) -> None:
-        """Drops the values seen so far, such as those of a forward or backward that raised."""
+        """Drop the values seen so far, such as those of a forward or backward that raised."""
         self._seen = []
 
     def judge(self) -> Finding | None:
-        """Returns the first value that is not finite, if any, and drops all; waits for the device once."""
+        """Return the first value that is not finite, if any, and drop all values. Waits for the device once."""
         seen, self._seen = self._seen, []
         if not seen:
             return None

@@ -32,7 +32,7 @@ class ValueSnapshot:
         self._marks = marks
 
     def get(self, what: str) -> Any:
-        """Returns the value, called ``what`` in the ``InplaceError`` for a tensor changed in place since."""
+        """Return the value, called ``what`` in the ``InplaceError`` for a tensor changed in place since."""
         for tensor, version in self._marks:
             now = version_of(tensor)
             if now != version:
@@ -58,7 +58,7 @@ class Keep:
         return self.detach and not self.clone and self.device is None
 
     def snapshot(self, value: Any) -> ValueSnapshot:
-        """Keeps a value, and notes the versions of the tensors that still share its memory."""
+        """Keep a value, and record the versions of the tensors that still share its memory."""
         marks: list[tuple[torch.Tensor, int | None]] = []
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -98,14 +98,14 @@ class Gradients:
         """Whether any tensor was hooked; none is under ``no_grad``."""
 
     def hook_tensors(self, value: Any, registration: Registration) -> None:
-        """Hooks each tensor of ``value`` that requires a gradient."""
+        """Hook each tensor of ``value`` that requires a gradient."""
         for index, tensor in enumerate(tensors_in(value)):
             if tensor.requires_grad:
                 self.expected = True
                 registration.activation(tensor, self.hook_of(index))
 
     def hook_of(self, index: int) -> Callable[[torch.Tensor], None]:
-        """The hook that keeps the gradient of the ``index``-th tensor."""
+        """Return the hook that keeps the gradient of the ``index``-th tensor."""
 
         def hook(gradient: torch.Tensor) -> None:
             self._record.fired += 1
@@ -119,7 +119,7 @@ class Gradients:
         return bool(self._kept)
 
     def get(self, what: str) -> Any:
-        """Returns the gradients in the structure of the value, ``None`` where a tensor got none."""
+        """Return the gradients in the structure of the value, ``None`` where a tensor got none."""
         kept = self._kept
 
         def fill(hole: _Hole) -> Any:

@@ -47,7 +47,7 @@ class Handle(ABC):
         return tuple(dict.fromkeys(r.path or "(model)" for r in records if not r.fired))
 
     def remove(self) -> None:
-        """Removes the hooks; calling it again does nothing."""
+        """Remove the hooks; calling it again does nothing."""
         self._remove(None)
 
     def __enter__(self: _H) -> _H:
@@ -84,11 +84,11 @@ class Handle(ABC):
 
     @abstractmethod
     def _finish(self, error: BaseException | None) -> bool:
-        """Closes files and undoes patches. Returns whether to suppress ``error``, which is propagating."""
+        """Close files and undo patches. Return whether to suppress ``error``, which is propagating."""
 
     def _expected(self) -> list[HookRecord]:
-        # A forward need not call every module. With hooks on all modules (each=False), some that never
-        # fired are normal; something is wrong only if none fired.
+        # A forward need not call every module. With hooks on all modules (each=False) it is normal that some
+        # never fire; only if none fired, something is wrong.
         silent = [record for record in self._registration.records if not record.fired]
         return silent if self._each or len(silent) == len(self._registration.records) else []
 

@@ -1,4 +1,4 @@
-"""Lists every hook on a model: who registered it, where, since when, and how often it fired."""
+"""List every hook on a model: who registered it, where, since when, and how often it fired."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["HookInfo", "Inventory", "hooks_on"]
 
 
 def hooks_on(model: nn.Module) -> Inventory:
-    """Lists the hooks on a model: ours and others', on modules and parameters, and the global ones.
+    """List the hooks on a model: ours and others', on modules and parameters, and the global ones.
 
     Listed are: forward, forward pre-, backward, backward pre- and state-dict hooks of modules; tensor and
     post-accumulate hooks of parameters; the hooks for all modules; the pair of saved-tensor hooks that is
@@ -75,7 +75,7 @@ class HookInfo:
 
     @classmethod
     def of(cls, kind: str, path: str, function: Any) -> HookInfo:
-        """The facts about a hook, from its function."""
+        """Return the facts about a hook, from its function."""
         record = record_of(function)
         plain = plain_function(function)
         name = getattr(plain, "__qualname__", type(plain).__qualname__)
@@ -117,7 +117,7 @@ _Place = tuple[str, str, Any]
 
 
 def _places(model: nn.Module) -> Iterator[_Place]:
-    """Every hook: its kind, the path of what it is on (``"*"`` for global ones), its function."""
+    """Yield every hook: its kind, the path of what it is on (``"*"`` for global ones), its function."""
     paths: dict[int, str] = {}
     for _, site in walk(model):
         paths.setdefault(id(site.module), site.path)
@@ -140,7 +140,7 @@ def _at(path: str, hooks: Iterable[tuple[str, Any]]) -> Iterator[_Place]:
 
 def _saved_tensor_hooks() -> Iterator[tuple[str, Any]]:
     pair = None
-    with suppress(UsageError):  # a torch that does not tell: none is listed
+    with suppress(UsageError):  # if torch does not expose the pair, none is listed
         pair = current_pair()
     if pair is not None:
         yield "saved tensor pack", pair.pack

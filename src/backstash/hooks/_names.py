@@ -23,7 +23,7 @@ Names: TypeAlias = Selector | Iterable[Selector]
 
 
 def select(model: nn.Module, names: Names, *, argument: str = "names") -> list[Site]:
-    """The modules that ``names`` select, each once, in the model's order.
+    """Return the modules that ``names`` select, each once, in the model's order.
 
     Args:
         model: the module to search; wrappers are looked through.
@@ -93,7 +93,7 @@ def _explain(
 
 
 def near(name: str, known: Iterable[str]) -> str:
-    """The end of an error message: the known names that are similar to ``name``, or else the first ones."""
+    """Return the end of an error message: known names similar to ``name``, or else the first ones."""
     names = [item for item in dict.fromkeys(known) if item]
     tails = {item.rpartition(".")[2]: item for item in reversed(names)}
     close = difflib.get_close_matches(name, names, n=4, cutoff=0.5)
@@ -108,7 +108,7 @@ Target: TypeAlias = nn.Module | Mapping[str, torch.Tensor]
 
 
 def named_tensors(target: Target) -> dict[str, torch.Tensor]:
-    """The parameters of a module by path, each once; or the given mapping of tensors as a dict.
+    """Return the parameters of a module by path, each once; or the given mapping of tensors as a dict.
 
     Raises:
         UsageError: for anything else.
@@ -137,7 +137,7 @@ def _parameters(model: nn.Module) -> dict[str, torch.Tensor]:
 def select_tensors(
     target: Target, names: str | Iterable[str] | None, *, argument: str = "names"
 ) -> dict[str, torch.Tensor]:
-    """The tensors that ``names`` (paths or globs; ``None`` is all) select and that require a gradient.
+    """Return the tensors that ``names`` (paths or globs; ``None`` is all) select and that require a gradient.
 
     Raises:
         NoMatchError: for a name that matches nothing, or only tensors that require no gradient.

@@ -118,7 +118,7 @@ class _Search:
         """The first finding."""
 
     def attach(self, registration: Registration, site: Site) -> None:
-        """Hooks one module, for forward and backward."""
+        """Hook one module, for forward and backward."""
         on_inputs(registration, site, self._gradient("input gradient", site))
         registration.forward_pre(site, self._begin(site))
         on_outputs(registration, site, self._gradient("output gradient", site))
@@ -129,7 +129,7 @@ class _Search:
                 registration.accumulated(path, parameter, self._accumulated(site))
 
     def end(self, *, raising: bool) -> None:
-        """Checks the values of a forward that raised, or of modules called without the whole model."""
+        """Check the values of a forward that raised, or of modules called without the whole model."""
         try:
             self._judge(self._forward, raising=raising)
         finally:

@@ -1,4 +1,4 @@
-"""Registers hooks on the gradients of tensors, of modules' outputs and of modules' inputs."""
+"""Register hooks on the gradients of tensors, of modules' outputs and of modules' inputs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["on_inputs", "on_outputs", "on_tensor"]
 def on_tensor(
     registration: Registration, name: str, tensor: torch.Tensor, make: Make, *, sharded: bool
 ) -> None:
-    """Hooks the gradient of a tensor, before it is accumulated; what the hook returns replaces it.
+    """Hook the gradient of a tensor, before it is accumulated; what the hook returns replaces it.
 
     The tensor hooks of a parameter that FSDP2 shards never fire: there (``sharded=True``) the hook gets
     ``.grad`` after the reduction and accumulation, and what it returns becomes ``.grad``.
@@ -43,7 +43,7 @@ def on_tensor(
 
 
 def on_outputs(registration: Registration, site: Site, make: Make) -> None:
-    """Hooks the gradients of the tensors that a module returns, from all of their uses."""
+    """Hook the gradients of the tensors that a module returns, from all of their uses."""
 
     def make_forward(record: HookRecord) -> Callable[..., Any]:
         gradient = make(record)
@@ -61,7 +61,7 @@ def on_outputs(registration: Registration, site: Site, make: Make) -> None:
 
 
 def on_inputs(registration: Registration, site: Site, make: Make) -> None:
-    """Hooks the gradients of the tensors that a module takes, as they come through this module alone."""
+    """Hook the gradients of the tensors that a module takes, as they come through this module alone."""
     open_calls: dict[int, list[InputUses]] = {}
     registration.forward_pre(
         site, _begin_call(registration, make, open_calls), counts="input gradient"

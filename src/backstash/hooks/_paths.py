@@ -29,7 +29,7 @@ class Site:
 
     @property
     def label(self) -> str:
-        """The path as messages print it."""
+        """The path, as messages show it."""
         return clean(self.path) or "(model)"
 
     @property
@@ -40,19 +40,19 @@ class Site:
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """The module inside ``torch.compile``'s, DDP's, FSDP1's and checkpoint's wrappers."""
+    """Return the module inside ``torch.compile``'s, DDP's, FSDP1's and checkpoint's wrappers."""
     while (inner := inside(module)) is not None:
         module = inner[1]
     return module
 
 
 def walk(model: nn.Module) -> Iterator[tuple[str, Site]]:
-    """Yields (path with the wrappers' names, site) for every module; a shared module once for each path."""
+    """Yield (path with wrappers' names, site) for every module; a shared module once for each path."""
     return _walk(model, "", "", ())
 
 
 def join(path: str, name: str) -> str:
-    """The path of the child or parameter ``name`` of the module at ``path``."""
+    """Return the path of the child or parameter ``name`` of the module at ``path``."""
     return f"{path}.{name}" if path else name
 
 

@@ -1,7 +1,7 @@
 """Hooks that are registered together and removed together.
 
-Each hook function carries its :class:`HookRecord` as an attribute. By the record, ``hooks_on`` tells our
-hooks from others', and a handle knows which of its hooks never fired.
+Each hook function has its :class:`HookRecord` as an attribute. With it ``hooks_on`` recognizes the hooks of
+this package, and a handle knows which of its hooks never fired.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ATTRIBUTE = "__backstash_record__"
 
 
 class HookRecord:
-    """Where and when one of our hooks was registered, and how often it fired."""
+    """Where and when a hook of this package was registered, and how often it fired."""
 
     __slots__ = ("fired", "kind", "owner", "path", "registered_at", "since")
 
@@ -41,12 +41,12 @@ Make = Callable[[HookRecord], Callable[..., Any]]
 
 
 def record_of(function: object) -> HookRecord | None:
-    """The record of one of our hook functions; ``None`` for a function that is not ours."""
+    """Return the record of a hook function of this package; ``None`` for other functions."""
     return getattr(function, _ATTRIBUTE, None)
 
 
 def caller() -> tuple[FrameType, int]:
-    """The nearest frame outside this package, and the ``stacklevel`` by which the asker's warning names it."""
+    """Return the nearest frame outside this package, and the ``stacklevel`` with which a warning names it."""
     package = __name__.rpartition(".")[0]
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(package):
@@ -88,7 +88,7 @@ class Registration:
             raise
 
     def record(self, kind: str, path: str) -> HookRecord:
-        """Adds a record without a hook: its count is kept by hooks that each forward registers anew."""
+        """Add a record without a hook. Hooks that each forward registers again keep its count."""
         made = HookRecord(kind, path, self.owner, self.registered_at, self.since)
         self.records.append(made)
         return made
@@ -109,7 +109,7 @@ class Registration:
         with_kwargs: bool = False,
         always_call: bool = False,
     ) -> None:
-        """Registers a forward hook on a module; ``counts`` says in words what its record counts."""
+        """Register a forward hook on a module; ``counts`` says in words what its record counts."""
         hook = self._made(counts, site.path, make)
         self._hooks.append(
             site.module.register_forward_hook(
@@ -118,22 +118,22 @@ class Registration:
         )
 
     def forward_pre(self, site: Site, make: Make, *, counts: str = "forward pre") -> None:
-        """Registers a forward pre-hook on a module; it gets the keyword inputs too."""
+        """Register a forward pre-hook on a module; it gets the keyword inputs too."""
         hook = self._made(counts, site.path, make)
         self._hooks.append(site.module.register_forward_pre_hook(hook, with_kwargs=True))
 
     def gradient(self, name: str, tensor: torch.Tensor, make: Make) -> None:
-        """Registers a hook on a tensor's gradient, before it is accumulated."""
+        """Register a hook on a tensor's gradient, before it is accumulated."""
         hook = self._made("gradient", name, make)
         self._hooks.append(tensor.register_hook(hook))  # type: ignore[no-untyped-call]
 
     def accumulated(self, name: str, tensor: torch.Tensor, make: Make) -> None:
-        """Registers a hook on a leaf, after its ``.grad`` was accumulated."""
+        """Register a hook on a leaf, after its ``.grad`` was accumulated."""
         hook = self._made("accumulated gradient", name, make)
         self._hooks.append(tensor.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
     def activation(self, tensor: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> None:
-        """Registers a hook on the gradient of a tensor of the graph; it goes with the graph, or in `remove`."""
+        """Register a hook on the gradient of a graph's tensor; it goes with the graph or in :meth:`remove`."""
         handles = self._graph_hooks
         if len(handles) >= self._prune_at:
             alive = [handle for handle in handles if handle.hooks_dict_ref() is not None]
@@ -142,7 +142,7 @@ class Registration:
         handles.append(tensor.register_hook(hook))  # type: ignore[no-untyped-call]
 
     def remove(self) -> None:
-        """Removes every hook of this registration and no other; calling it again does nothing."""
+        """Remove every hook of this registration and no other; calling it again does nothing."""
         for hooks in (self._hooks, self._graph_hooks):
             while hooks:
                 hooks.pop().remove()

@@ -21,10 +21,10 @@ class Report(Protocol):
         """The position of the report on the time axis."""
 
     def as_dict(self) -> dict[str, Any]:
-        """The report as data for JSON."""
+        """Return the report as data for JSON."""
 
     def scalars(self) -> Iterator[tuple[str, float]]:
-        """The report as curves: tags and values."""
+        """Yield the report as curves: tags and values."""
 
 
 class Sink(ABC):
@@ -32,11 +32,11 @@ class Sink(ABC):
 
     @abstractmethod
     def emit(self, report: Report) -> None:
-        """Takes one report."""
+        """Take one report."""
 
     @abstractmethod
     def close(self) -> None:
-        """Closes the file that the sink itself opened, if any; calling it again does nothing."""
+        """Close the file that the sink itself opened, if any; calling it again does nothing."""
 
 
 class _CallableSink(Sink):
@@ -80,7 +80,7 @@ class _Lines(Sink):
 
 
 def open_sink(to: Any) -> Sink:
-    """Opens the sink that ``to=`` selects.
+    """Open the sink that ``to=`` selects.
 
     Args:
         to: a callable (``print``); an object with ``add_scalar(tag, value, step)`` (TensorBoard's writer); an

@@ -49,7 +49,7 @@ class Stats:
         return not (self.nan or self.inf)
 
     def as_dict(self) -> dict[str, float | None]:
-        """The fields as data for JSON, ``None`` for a number that is not finite (see ``nan`` and ``inf``)."""
+        """Return the fields as data for JSON, ``None`` for a number that is not finite."""
         return {k: v if math.isfinite(v) else None for k, v in asdict(self).items()}
 
     def __str__(self) -> str:
@@ -61,7 +61,7 @@ class Stats:
 
 
 def measure(tensor: torch.Tensor) -> torch.Tensor:
-    """Computes the row of one local tensor: shape (9,), on its device, without waiting for it."""
+    """Compute the row of one local tensor: shape (9,), on its device, without waiting for it."""
     values = _numbers(tensor)
     wide = torch.float32 if values.device.type == "mps" else torch.float64
     nan = values.isnan()
@@ -96,7 +96,7 @@ def _numbers(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _merge(rows: Iterable[Sequence[float]]) -> Stats:
-    """Merges rows into the statistics of all their elements (Chan, Golub and LeVeque's update)."""
+    """Merge rows into the statistics of all their elements (Chan, Golub and LeVeque's update)."""
     count = nan = inf = zeros = 0.0
     norm = mean = square = 0.0
     low, high = math.inf, -math.inf
@@ -136,7 +136,7 @@ class StatsRow:
 
 
 def row_of(tensor: torch.Tensor) -> StatsRow:
-    """Measures a tensor without waiting; of a ``DTensor``, this process's shard."""
+    """Measure a tensor, or this process's shard of a ``DTensor``, without waiting."""
     if not is_dtensor(tensor):
         return StatsRow(measure(tensor))
     whole: Any = tensor
@@ -152,7 +152,7 @@ def row_of(tensor: torch.Tensor) -> StatsRow:
 
 
 def fetch(rows: Mapping[str, list[StatsRow]]) -> tuple[dict[str, Stats], Stats]:
-    """Waits for the rows; returns the statistics of each name's rows together, and those of all rows.
+    """Wait for the rows. Return the statistics of each name's rows together, and those of all rows.
 
     There is one transfer for each device and, for sharded tensors, one all-gather for each set of process
     groups: every process must fetch the same names.
@@ -171,7 +171,7 @@ def fetch(rows: Mapping[str, list[StatsRow]]) -> tuple[dict[str, Stats], Stats]:
 
 
 def _gather(rows: torch.Tensor, groups: tuple[Any, ...]) -> torch.Tensor:
-    """From this process's rows (n, 9) to those of every process that holds a part: (n, parts, 9)."""
+    """Gather this process's rows (n, 9) with those of the other processes that hold parts: (n, parts, 9)."""
     distributed: Any = torch.distributed
     # The second name is what torch called it before 2.13.
     gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor

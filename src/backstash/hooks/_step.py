@@ -48,7 +48,7 @@ class StepInBackward(Handle):
         return [group for o in self._stepper.optimizers.values() for group in o.param_groups]
 
     def step(self) -> None:
-        """Marks the end of one training step; backward has stepped the parameters already.
+        """Mark the end of one training step; backward has stepped the parameters already.
 
         Raises:
             UsageError: more than one backward ran since the last ``step()``. That did not accumulate
@@ -58,14 +58,14 @@ class StepInBackward(Handle):
         self._stepper.mark()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Does nothing, as backward leaves no gradient; it is here for loops that call it."""
+        """Do nothing, as backward leaves no gradient; it is here for loops that call it."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of every optimizer, by the parameter's path."""
+        """Return the state of every optimizer, by the parameter's path."""
         return {path: o.state_dict() for path, o in self._stepper.optimizers.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads what :meth:`state_dict` returned.
+        """Load what :meth:`state_dict` returned.
 
         Raises:
             UsageError: the paths differ from the ones of this handle; nothing is loaded then.
@@ -189,7 +189,7 @@ class _Stepper:
         self._marked: int | None = None
 
     def _begin(self) -> None:
-        # Once more, at the first backward: training scripts often make their scaler last.
+        # Checked again at the first backward, since training scripts often create their scaler last.
         if self._unchecked:
             _refuse_scaler()
             self._unchecked = False
@@ -206,7 +206,7 @@ class _Stepper:
         )
 
     def mark(self) -> None:
-        """The caller's ``step()``: raises if more than one backward ran since the last one."""
+        """Handle the caller's ``step()``: raise if more than one backward ran since the last one."""
         done = self._clock.backwards - (self._marked or 0)
         if done > 1:
             self._marked = self._clock.backwards
@@ -214,7 +214,7 @@ class _Stepper:
         self._marked = self._clock.backwards
 
     def hook(self, path: str) -> Make:
-        """Makes the hook that steps the parameter at ``path``."""
+        """Make the hook that steps the parameter at ``path``."""
         optimizer = self.optimizers[path]
         clock = self._clock
 
@@ -235,7 +235,7 @@ _ALLOWED = ("accumulation", "clipping", "scaler")
 
 
 def _refuse_leftover(parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Raises if a parameter has a gradient before the first backward, which would be stepped on as well."""
+    """Raise if a parameter has a gradient before the first backward, which would be stepped on as well."""
     held = [path for path, parameter in parameters if parameter.grad is not None]
     if held:
         raise UsageError(
@@ -246,9 +246,9 @@ def _refuse_leftover(parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
 
 
 def _refuse_scaler() -> None:
-    """Raises if an enabled ``GradScaler`` is alive: the optimizers would step with scaled gradients."""
+    """Raise if an enabled ``GradScaler`` is alive: the optimizers would step with scaled gradients."""
     kind = torch.amp.GradScaler
-    # `type(...)`, for `isinstance` would run the `__class__` of every lazy proxy in the process.
+    # Not isinstance, which would run the `__class__` of every lazy proxy in the process.
     live = (o for o in gc.get_objects() if issubclass(type(o), kind))
     if any(scaler.is_enabled() for scaler in live):
         raise UsageError(
@@ -279,11 +279,11 @@ class _ClipGuard:
             replace_norm_clipping(_guarded(self._original))
 
     def covers(self, parameters: Iterable[torch.Tensor]) -> bool:
-        """Whether one of the parameters is this guard's."""
+        """Return whether one of the parameters is this guard's."""
         return any(id(parameter) in self._parameters for parameter in parameters)
 
     def remove(self) -> None:
-        """Removes this guard; with the last one, PyTorch's own function is put back."""
+        """Remove this guard. If it is the last one, restore PyTorch's own function."""
         if self in _guards:
             _guards.remove(self)
             if not _guards and self._original is not None:

@@ -42,7 +42,7 @@ class SummaryRow:
     parameters: int
     """Elements of its own parameters, without its children's."""
     trainable: int
-    """Of these, the elements that require a gradient."""
+    """Elements of its own parameters that require a gradient."""
     saved_bytes: int
     """Bytes that its own operations save for backward, without its children's; each storage is counted
     once, where it is first saved; parameters and buffers are not counted."""
@@ -95,7 +95,7 @@ def _line(cells: tuple[str, ...], widths: list[int]) -> str:
 
 
 def summary(model: nn.Module, /, *args: Any, **kwargs: Any) -> Summary:
-    """Runs one forward and returns each module's shapes, parameters and bytes saved for backward.
+    """Run one forward and return each module's shapes, parameters and bytes saved for backward.
 
     The model runs in the mode it is in (``train()`` or ``eval()``), with gradients enabled, so that it saves
     what a training step saves. Buffers and random number generators are restored afterwards.
@@ -154,7 +154,7 @@ class _SummaryRows:
         self.saved = _SavedBytes((*model.parameters(), *model.buffers()))
 
     def attach(self, registration: Registration) -> None:
-        """Hooks every module that can be called."""
+        """Hook every module that can be called."""
         for site in self._sites:
             if site.callable:
                 registration.forward_pre(site, self._begin(site.path))
@@ -184,7 +184,7 @@ class _SummaryRows:
         return make
 
     def made(self) -> Summary:
-        """The summary of the forward that ran."""
+        """Return the summary of the forward that ran."""
         seen: set[int] = set()
         return Summary(tuple(self._row(site, seen) for site in self._sites))
 

@@ -49,7 +49,7 @@ def trace(
     depth: int | None = None,
     sync: bool = False,
 ) -> CallTrace:
-    """Reports every call of every module when it returns: path, class, shapes, dtype, device, time, depth.
+    """Report every call of every module when it returns: path, class, shapes, dtype, device, time, depth.
 
     The modules that a module calls are reported before it. A module that raises is reported too, with
     ``raised`` as its output: the first such line is the module in which the exception began.
@@ -125,16 +125,16 @@ class ModuleCall:
     device: str
     """The device of the output's first tensor."""
     seconds: float
-    """From call to return on the host's clock; with ``sync=True`` the accelerator's work is included."""
+    """Seconds from call to return on the host's clock; ``sync=True`` includes the accelerator's work."""
     recomputed: bool
     """Whether an activation checkpoint called it again inside backward."""
 
     def as_dict(self) -> dict[str, Any]:
-        """The call as data for JSON."""
+        """Return the call as data for JSON."""
         return asdict(self)
 
     def scalars(self) -> Iterator[tuple[str, float]]:
-        """The call as a curve: ``trace/<path>/seconds``."""
+        """Yield the call as a curve: ``trace/<path>/seconds``."""
         yield f"trace/{self.path or '(model)'}/seconds", self.seconds
 
     def __str__(self) -> str:
@@ -164,7 +164,7 @@ class _Stopwatch:
         self._count = 0
 
     def attach(self, registration: Registration, site: Site) -> None:
-        """Hooks the begin and the end of a module's calls, an end by an exception too."""
+        """Hook the begin and the end of a module's calls, an end by an exception too."""
         registration.forward_pre(site, self._begin(site))
         registration.forward(site, self._end(site), always_call=True)
 
@@ -204,7 +204,7 @@ class _Stopwatch:
         call = begun.pop()
         raised = output is None and sys.exc_info()[1] is not call.handling
         again = in_backward()
-        # torch leaves a recomputation by an exception as soon as it has what it needs.
+        # torch ends a recomputation by an exception as soon as it has what it needs.
         unfinished = "ended early" if again else "raised"
         report = ModuleCall(
             step=self._count,

@@ -17,7 +17,7 @@ __all__ = ["device_of", "dtype_of", "inputs_of", "map_leaves", "shapes_of", "ten
 
 
 def tensors_in(value: object) -> Iterator[torch.Tensor]:
-    """Every tensor in ``value``, in the order in which :func:`map_leaves` visits them."""
+    """Yield every tensor in ``value``, in the order in which :func:`map_leaves` visits them."""
     if isinstance(value, torch.Tensor):
         yield value
         return
@@ -26,7 +26,7 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
 
 
 def map_leaves(fn: Callable[[Any], Any], value: Any, *, kind: type = torch.Tensor) -> Any:
-    """``value`` with ``fn`` applied to every leaf of class ``kind``.
+    """Return ``value`` with ``fn`` applied to every leaf of class ``kind``.
 
     A container in which no leaf changes is returned itself, and so is any other object (a cache, a
     string, ``None``). A container that changes is copied, not changed: the copy has the same class and
@@ -82,7 +82,7 @@ _SHOWN = 4
 
 
 def shapes_of(value: object) -> str:
-    """The shapes in a value: ``(2, 3)``, ``[(2, 3), (4,)]``, ``{logits: (2, 3)}``; ``-`` for none."""
+    """Return the shapes in a value: ``(2, 3)``, ``[(2, 3), (4,)]``, ``{logits: (2, 3)}``; ``-`` for none."""
     if isinstance(value, torch.Tensor):
         return str(tuple(value.shape))
     if isinstance(value, Mapping):
@@ -96,7 +96,7 @@ def shapes_of(value: object) -> str:
 
 
 def inputs_of(args: tuple[object, ...], kwargs: Mapping[str, object]) -> str:
-    """The shapes of a call's inputs: ``(2, 3), mask=(2,)``."""
+    """Return the shapes of a call's inputs: ``(2, 3), mask=(2,)``."""
     items = [shapes_of(item) for item in args]
     return _joined("", items + [f"{name}={shapes_of(item)}" for name, item in kwargs.items()], "")
 
@@ -111,12 +111,12 @@ def _first(value: object) -> torch.Tensor | None:
 
 
 def dtype_of(value: object) -> str:
-    """The dtype of the first tensor in a value, without ``torch.``."""
+    """Return the dtype of the first tensor in a value, without ``torch.``."""
     tensor = _first(value)
     return "-" if tensor is None else str(tensor.dtype).removeprefix("torch.")
 
 
 def device_of(value: object) -> str:
-    """The device of the first tensor in a value."""
+    """Return the device of the first tensor in a value."""
     tensor = _first(value)
     return "-" if tensor is None else str(tensor.device)

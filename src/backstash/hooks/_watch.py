@@ -40,17 +40,17 @@ class GradientReport:
     step: int
     """Which backward since the watch began; the first is 0."""
     per: str
-    """What a row is: ``"parameter"``, ``"module"`` (gradient of its output) or ``"tensor"``."""
+    """The kind of a row: ``"parameter"``, ``"module"`` (gradient of its output) or ``"tensor"``."""
     reduction: Reduction
     """Measured ``"before"`` or ``"after"`` gradients were averaged over the processes; ``"none"`` for one
     process, ``"unknown"`` where several processes run and the model is not a DDP or FSDP module."""
     rows: dict[str, Stats]
-    """By path, in the model's order; a parameter or module that got no gradient has no row."""
+    """Statistics by path, in the model's order; a parameter or module that got no gradient has no row."""
     total: Stats
-    """Of all rows together: its norm is the global gradient norm."""
+    """Statistics of all rows together; its norm is the global gradient norm."""
 
     def as_dict(self) -> dict[str, Any]:
-        """The report as data for JSON."""
+        """Return the report as data for JSON."""
         return {
             "step": self.step,
             "per": self.per,
@@ -60,7 +60,7 @@ class GradientReport:
         }
 
     def scalars(self) -> Iterator[tuple[str, float]]:
-        """The report as curves: ``grad/<name>/<number>``, and ``grad/total/<number>``."""
+        """Yield the report as curves: ``grad/<name>/<number>``, and ``grad/total/<number>``."""
         for name, stats in [("total", self.total), *self.rows.items()]:
             for number in ("norm", "min", "max", "zeros", "nan", "inf"):
                 yield f"grad/{name or '(model)'}/{number}", float(getattr(stats, number))
@@ -109,7 +109,7 @@ def watch_gradients(
     names: Names | None = None,
     to: Any = print,
 ) -> GradientWatch:
-    """Reports norms, extremes, the share of zeros, NaN and Inf of gradients while a model trains.
+    """Report norms, extremes, the share of zeros, NaN and Inf of gradients while a model trains.
 
     The numbers are computed on the gradients' device and fetched together: a reported backward waits for the
     device once, and a backward that is not reported computes nothing and waits for nothing. The norm of the
@@ -230,11 +230,11 @@ class _Collector:
         return self._clock.backwards
 
     def close(self) -> None:
-        """Closes the sink."""
+        """Close the sink."""
         self._sink.close()
 
     def watch(self, registration: Registration, name: str, tensor: torch.Tensor) -> None:
-        """Hooks a tensor: a leaf after accumulation, another as its gradient is computed."""
+        """Hook a tensor: a leaf after accumulation, another as its gradient is computed."""
         self._order.append(name)
         if tensor.is_leaf:
             registration.accumulated(name, tensor, self._accumulated(name))
@@ -242,7 +242,7 @@ class _Collector:
             registration.gradient(name, tensor, self._gradient(name))
 
     def watch_output(self, registration: Registration, site: Site) -> None:
-        """Hooks the gradients of what a module returns."""
+        """Hook the gradients of what a module returns."""
         self._order.append(site.path)
         on_outputs(registration, site, self._gradient(site.path))
 

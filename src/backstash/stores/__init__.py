@@ -1,4 +1,4 @@
-"""Places that hold bytes: :class:`Disk`, and what a store of one's own has to be, :class:`Store`."""
+"""Stores, which hold bytes: :class:`Disk`, and :class:`Store`, the interface for stores of your own."""
 
 from ._base import Slot, Store
 from ._disk import Disk

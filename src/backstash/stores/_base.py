@@ -1,4 +1,4 @@
-"""What a store is: a place for bytes, addressed by slots."""
+"""The interface of a store: a place for bytes, addressed by slots."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 __all__ = ["PAGE_BYTES", "Slot", "Store", "is_mine"]
 
 PAGE_BYTES = 4096
-"""A page of memory: a source and a target of one slot have the same address modulo this."""
+"""The size of a memory page. The source and the target of one slot have the same address modulo this."""
 
 
 is_mine = operator.methodcaller("_is_owned")
-"""Whether this thread has an ``RLock``: what ``threading.Condition`` asks of it, in one call of C."""
+"""Return whether this thread holds an ``RLock``, in one C call, as ``threading.Condition`` does."""
 
 
 class _Weak:
@@ -30,15 +30,15 @@ class Slot(_Weak):
     offset: int = 0
     """Where in the store its first byte lies."""
     checksum: int | None = None
-    """What the store computed over the bytes when it wrote them, where it does."""
+    """The checksum that the store computed when it wrote the bytes, if it does so."""
     head: bytes = b""
     """First bytes that stay in memory, because the store moves aligned units only."""
     tail: bytes = b""
-    """Last bytes that stay in memory, likewise."""
+    """Last bytes that stay in memory for the same reason."""
     staged: bool = False
-    """Whether the bytes that stay in memory have been copied for the write that comes next."""
+    """Whether ``head`` and ``tail`` have been copied for the next write."""
     file: Any = None
-    """Where the store keeps it, for a store that begins empty in a forked process."""
+    """The store's file, for a store that begins empty in a forked process."""
 
 
 class Store(ABC):
@@ -53,29 +53,29 @@ class Store(ABC):
     """
 
     name: str
-    """What messages call it."""
+    """The store's name in messages."""
     threads: int
-    """How many calls of ``write`` or ``read`` at a time are worth while."""
+    """The useful number of simultaneous calls of ``write`` or ``read``."""
     notes: tuple[str, ...]
-    """Fallbacks that were taken, each with its reason."""
+    """Fallbacks that the store uses, each with its reason."""
     max_bytes: int | None = None
-    """The most bytes that it holds at once, which plans count with; ``None``: no limit is known."""
+    """The most bytes that it holds at once, for use by plans; ``None`` if no limit is known."""
     lock: Any = None
-    """The ``threading.RLock`` that ``reserve``, ``release`` and ``used_bytes`` take, if any: a stash that
-    a signal's handler or a finalizer calls while its thread holds it asks nothing of the store."""
+    """The ``threading.RLock`` that ``reserve``, ``release`` and ``used_bytes`` take, if any. If a signal
+    handler or a finalizer runs while its thread holds this lock, the stash does not call the store."""
     begins_anew_when_forked = False
-    """Whether a forked process may go on to use it: it holds nothing there at first, and touches nothing of
-    the other process's. Else a stash in the forked process leaves in place what it would have moved."""
+    """Whether a forked process may use it: the store is empty there at first and does not touch the parent's
+    bytes. If false, a stash in a forked process keeps in memory what it would have moved."""
 
     @abstractmethod
     def reserve(self, nbytes: int) -> Slot:
         """Return a slot for ``nbytes``. Raises ``StashFullError`` when there is no space."""
 
     def stage(self, slot: Slot, address: int) -> None:
-        """Copy what ``write`` would have to touch itself. Called before it, by the thread whose memory it is.
+        """Copy the bytes that ``write`` would have to read itself. Called before it, by the owning thread.
 
-        ``write`` runs later on another thread, when a storage that was resized may have left ``address``:
-        a system call then fails, a read by the process itself would end it. Does nothing by default.
+        ``write`` runs later on another thread, when a storage that was resized may have left ``address``: a
+        system call then fails, but a direct read would crash the process. Does nothing by default.
         """
         return None
 

@@ -1,12 +1,11 @@
-"""Memory of our own for bytes on their way: page-aligned, in huge pages, used again.
+"""Reusable memory for bytes in transit: page-aligned mappings with huge pages.
 
-A direct read into a fresh ``torch.empty`` runs at a third of the disk's speed, because the kernel takes
-4 KiB pages one by one; a private anonymous mapping with ``MADV_HUGEPAGE`` does not, and a mapping that is
-used again costs nothing at all. So buffers are mappings, and a mapping comes back to the pool by itself
-when the last tensor that looks into it dies.
+A direct read into a fresh ``torch.empty`` reaches a third of the disk's speed, because the kernel maps 4 KiB
+pages one by one. A private anonymous mapping with ``MADV_HUGEPAGE`` avoids that, and reusing a mapping costs
+nothing. So buffers are mappings, and a mapping returns to the pool when the last tensor that uses it dies.
 
-Where the process runs on an allocator that uses freed memory again (tcmalloc, preloaded), that memory is
-resident already and the pool would only add to it: there, ``torch.empty`` is the better source.
+If the process runs on an allocator that reuses freed memory (tcmalloc, preloaded), that memory is already
+resident, and the pool would only add to it. There, ``torch.empty`` is used instead.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from ._base import PAGE_BYTES
 __all__ = ["BufferPool", "mapped", "own_memory", "preloaded_allocator"]
 
 _HUGE_BYTES = 2 << 20
-_HEAP_BYTES = 256 << 10  # tcmalloc gives whole pages from here on
-_ALLOCATORS = {  # by how the names of their libraries begin
+_HEAP_BYTES = 256 << 10  # from this size on tcmalloc returns whole pages
+_ALLOCATORS = {  # by the beginning of the library's name
     "libtcmalloc": "tcmalloc",
     "libjemalloc": "jemalloc",
     "libmimalloc": "mimalloc",
@@ -34,7 +33,7 @@ _ALLOCATORS = {  # by how the names of their libraries begin
 
 @functools.cache
 def preloaded_allocator() -> str:
-    """Which allocator this process has in place of the C library's; ``""`` for none that is known."""
+    """Return the allocator that replaces the C library's in this process; ``""`` if none is known."""
     try:
         with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
             mapped = maps.read()
@@ -44,7 +43,7 @@ def preloaded_allocator() -> str:
 
 
 def _class_of(nbytes: int) -> int:
-    """The size that a mapping for ``nbytes`` has, so that near sizes share mappings."""
+    """Return the size of the mapping for ``nbytes``, chosen so that similar sizes share mappings."""
     if nbytes >= _HUGE_BYTES:
         return -(-nbytes // _HUGE_BYTES) * _HUGE_BYTES
     return max(PAGE_BYTES, 1 << (nbytes - 1).bit_length())
@@ -57,15 +56,15 @@ def _map(nbytes: int) -> mmap.mmap:
     if nbytes >= _HUGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
         try:
             mapping.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:  # a kernel without huge pages: slower, and the same bytes
+        except OSError:  # a kernel without huge pages: slower, but the same bytes
             pass
     return mapping
 
 
 def mapped(nbytes: int) -> torch.Tensor:
-    """A flat ``uint8`` tensor of exactly ``nbytes`` (whole pages) in a mapping of its own, in huge pages.
+    """Return a flat ``uint8`` tensor of exactly ``nbytes`` (whole pages) in a new mapping with huge pages.
 
-    Raises ``MemoryError`` when the system has none.
+    Raises ``MemoryError`` if the system has no memory.
     """
     try:
         mapping = _map(nbytes)
@@ -79,19 +78,19 @@ def mapped(nbytes: int) -> torch.Tensor:
 
 
 def own_memory(nbytes: int, address: int) -> tuple[torch.Tensor, int]:
-    """A flat ``uint8`` tensor, of no pool, and where in it ``nbytes`` lie as they did at ``address``, modulo a
-    page."""
+    """Return a new flat ``uint8`` tensor outside any pool, and the offset in it at which ``nbytes`` are
+    aligned like ``address``, modulo a page."""
     memory = torch.empty(nbytes + PAGE_BYTES, dtype=torch.uint8, device="cpu")
     return memory, (address - memory.data_ptr()) % PAGE_BYTES
 
 
 class BufferPool:
-    """Hands out page-aligned ``uint8`` tensors and keeps up to ``idle_bytes`` of dead ones for reuse.
+    """Provides page-aligned ``uint8`` tensors, and keeps up to ``idle_bytes`` of freed ones for reuse.
 
-    Not locked: the caller holds its lock.
+    The caller holds its lock.
 
     Args:
-        idle_bytes: the most bytes that wait for reuse; what comes back beyond it goes to the system.
+        idle_bytes: the most bytes that are kept for reuse; more are returned to the system.
     """
 
     def __init__(self, *, idle_bytes: int) -> None:
@@ -104,15 +103,15 @@ class BufferPool:
 
     @property
     def idle_bytes(self) -> int:
-        """Bytes that wait for reuse."""
+        """Bytes that are kept for reuse."""
         self._collect()
         return self._idle_bytes
 
     def take(self, nbytes: int) -> torch.Tensor:
         """Return a one-dimensional ``uint8`` CPU tensor of at least ``nbytes``, page-aligned, not zeroed.
 
-        Its mapping comes back when the last tensor that shares its storage is gone.
-        Raises ``MemoryError`` when the system has none.
+        Its mapping returns to the pool when the last tensor that shares its storage is gone. Raises
+        ``MemoryError`` if the system has no memory.
         """
         self._collect()
         if self._heap_reuses and nbytes >= _HEAP_BYTES:
@@ -130,20 +129,20 @@ class BufferPool:
             except OSError as error:
                 raise MemoryError(f"no memory for a buffer of {size} bytes: {error}") from error
         view = memoryview(mapping)
-        # The callback may run on any thread in the middle of anything: it only appends.
+        # The callback may run on any thread at any point of a program, so it only appends.
         ref = weakref.ref(view, self._back.append)
         self._lent[id(ref)] = ref, mapping
         return torch.frombuffer(view, dtype=torch.uint8)
 
     def restore(self) -> None:
-        """Forget what an interrupted call left half done."""
+        """Repair the state that an interrupted call left."""
         self._collect()
         for key in [key for key, (view, _) in self._lent.items() if view() is None]:
             del self._lent[key]
         self._idle_bytes = sum(size * len(idle) for size, idle in self._idle.items())
 
     def trim(self) -> None:
-        """Give every waiting mapping back to the system."""
+        """Return every idle mapping to the system."""
         self._collect()
         self._idle.clear()
         self._idle_bytes = 0
@@ -152,7 +151,7 @@ class BufferPool:
         while self._back:
             lent = self._lent.pop(id(self._back[0]), None)
             self._back.popleft()
-            if lent is None:  # an interrupt came before it was put down
+            if lent is None:  # an interrupt came before the entry was stored
                 continue
             mapping = lent[1]
             size = len(mapping)

@@ -1,4 +1,4 @@
-"""The disk tier's store: one unnamed file, extents inside it, bytes moved straight from tensors' memory."""
+"""The disk tier's store: extents in one unnamed file, read and written directly from tensor memory."""
 
 from __future__ import annotations
 
@@ -96,22 +96,22 @@ class Disk(Store):
         except OSError as error:
             is_missing = isinstance(
                 error, (FileNotFoundError, NotADirectoryError)
-            )  # which says it all
+            )  # the message needs no cause
             raise StashIOError(
                 error.errno,
                 f"{self.name} cannot hold a file ({_reason(error, self.directory)}): {_remedy(error)}",
             ) from None if is_missing else error
         self._closer = weakref.finalize(self, self._file.close)
-        # At the interpreter's end the system closes it: until then somebody may still go backward.
+        # Not at the interpreter's exit: the system closes it, and until then a backward may still run.
         self._closer.atexit = False
 
     def forked(self) -> None:
-        """In a forked process: close the inherited file. The first slot creates a new one.
+        """Close the inherited file in a forked child. The first slot creates a new one.
 
-        A signal handler may fork in the middle of any call here, which then continues in both processes. The
-        extents and the descriptor that the call holds belong to a closed file then, and are refused.
+        A signal handler may fork in the middle of any call here, which then continues in both processes. In
+        the child the extents and the descriptor of that call belong to a closed file and are refused.
         """
-        self.lock = threading.RLock()  # another thread may have had it
+        self.lock = threading.RLock()  # another thread may have held the old one
         self._file.leases = Leases(unit_bytes=_UNIT_BYTES)
         self._file.allocated = 0
         self._closer()
@@ -137,7 +137,7 @@ class Disk(Store):
 
     @property
     def file_bytes(self) -> int:
-        """The file's size: what was needed at most so far."""
+        """The size of the file, which is the most that was needed so far."""
         return self._file.allocated
 
     def reserve(self, nbytes: int) -> Slot:
@@ -165,7 +165,7 @@ class Disk(Store):
         return slot
 
     def _open_again(self, nbytes: int) -> None:
-        """The file of a forked process."""
+        """Create the file of a forked child."""
         try:
             self._open()
         except OSError as error:
@@ -180,7 +180,7 @@ class Disk(Store):
             try:
                 file.grow(size)
             except OSError:
-                file.shrink(file.allocated)  # ext4 keeps what it got before it was full
+                file.shrink(file.allocated)  # ext4 keeps what it allocated before it was full
                 if size == end:
                     raise
                 continue
@@ -188,7 +188,7 @@ class Disk(Store):
             return
 
     def _full(self, nbytes: int, error: OSError) -> StashFullError:
-        # Not by our own property, which may take the lock that the caller has.
+        # Not through the used_bytes property, which may take the lock that the caller holds.
         held = self._file.leases.extents.used_bytes
         return StashFullError(
             errno.ENOSPC,
@@ -197,16 +197,16 @@ class Disk(Store):
         )
 
     def stage(self, slot: Slot, address: int) -> None:
-        """Copy the ends of a slot's bytes, which do not fill aligned units and stay in memory."""
+        """Copy the ends of a slot's bytes that do not fill aligned units. They stay in memory."""
         start, middle = self._middle(slot, address)
-        # As ctypes.string_at, which is a call in Python.
+        # The same as ctypes.string_at, without its Python call.
         slot.head = (ctypes.c_char * (start - address)).from_address(address).raw
         after = start + middle
         slot.tail = (ctypes.c_char * (address + slot.nbytes - after)).from_address(after).raw
         slot.staged = True
 
     def write(self, slot: Slot, address: int) -> None:
-        """Write a slot from memory at ``address``; only whole aligned units reach the file, the rest stays."""
+        """Write a slot from memory at ``address``. Only whole aligned units go to the file; the rest stays."""
         file = self._file_of(slot)
         if not slot.staged:
             self.stage(slot, address)
@@ -223,7 +223,7 @@ class Disk(Store):
             ) from error
 
     def read(self, slot: Slot, address: int) -> None:
-        """Read a slot to memory at ``address``, which lies as its source did modulo 4096."""
+        """Read a slot to memory at ``address``, which equals the source's address modulo 4096."""
         file = self._file_of(slot)
         start, middle = self._middle(slot, address)
         try:
@@ -243,12 +243,12 @@ class Disk(Store):
         ctypes.memmove(start + middle, slot.tail, len(slot.tail))
 
     def release(self, slot: Slot) -> None:
-        """Give the slot's extent back; the file keeps its size for the next one."""
+        """Free the slot's extent. The file keeps its size."""
         with self.lock:
             slot.file.leases.free(slot.offset)
 
     def close(self) -> None:
-        """Close the file, which frees its space and loses its bytes."""
+        """Close the file, which frees its space and discards its bytes."""
         self._is_closed = True
         self._closer()
 
@@ -256,14 +256,14 @@ class Disk(Store):
         return StashClosedError(f"{self.name} is closed")
 
     def _file_of(self, slot: Slot) -> _LentFile:
-        """The slot's file; raises where it is closed, or another process's."""
+        """Return the slot's file. Raises if it is closed or belongs to another process."""
         file: _LentFile = slot.file
         if file.fd < 0:
             raise self._closed() if self._is_closed else _forked(self.name)
         return file
 
     def _middle(self, slot: Slot, address: int) -> tuple[int, int]:
-        """The address and length of the part that goes through the file."""
+        """Return the address and length of the part that goes through the file."""
         if not self._file.direct:
             return address, slot.nbytes
         align = self._file.memory_align
@@ -272,7 +272,7 @@ class Disk(Store):
 
 
 class _LentFile(UnnamedFile):
-    """A file and who has which of its extents: one object, so that no call joins those of two files."""
+    """A file and the leases of its extents in one object, so that no call mixes those of two files."""
 
     def __init__(self, directory: str, *, direct: bool) -> None:
         self.leases = Leases(unit_bytes=_UNIT_BYTES)
@@ -287,7 +287,7 @@ def _forked(name: str) -> StashForkedError:
 
 
 def _reason(error: OSError, directory: str) -> str:
-    # What the kernel's own file systems say to a new file.
+    # The kernel's own file systems (such as /proc) answer this to the creation of a file.
     if error.errno == errno.ENOENT and os.path.isdir(directory):
         return "its file system takes no new files"
     return str(error.strerror)
@@ -310,11 +310,11 @@ def _checksum(address: int, nbytes: int) -> int:
 
 
 def _checksum_by_the_system(address: int, nbytes: int) -> int:
-    """The checksum of a tensor's memory, which a ``resize_`` may unmap meanwhile: an error then, no crash."""
+    """Return a checksum read through the system: an error, not a crash, if ``resize_`` unmaps the memory."""
     try:
         memory = os.open("/proc/self/mem", os.O_RDONLY)
     except OSError:
-        return _checksum(address, nbytes)  # A system that cannot read memory for us.
+        return _checksum(address, nbytes)  # a system that cannot read memory this way
     value = 0
     try:
         for done in range(0, nbytes, _CHECKSUM_READ_BYTES):
@@ -329,16 +329,17 @@ def _checksum_by_the_system(address: int, nbytes: int) -> int:
 
 
 def _refuse_links_of_others(directory: str) -> None:
-    """Raise if someone else put a symbolic link where everyone may: he chose where the bytes would lie.
+    """Raise if another user put a symbolic link into a directory that everyone may write to.
 
-    Linux has the same rule for directories with the sticky bit (``protected_symlinks``).
+    That user would choose where the bytes lie. Linux has the same rule for directories with the sticky bit
+    (``protected_symlinks``).
     """
     path = Path(directory).absolute()
     for link in (path, *path.parents):
         try:
             own, above = os.lstat(link), os.stat(link.parent)
         except OSError:
-            return  # Opening it says what is wrong.
+            return  # opening the directory reports the problem
         if (
             stat.S_ISLNK(own.st_mode)
             and above.st_mode & stat.S_IWOTH
@@ -357,7 +358,7 @@ def _memory_note(directory: str) -> str:
 
 
 def _file_system_type(directory: str) -> int:
-    """The file system's magic number (statfs(2)); 0 where it cannot be asked."""
+    """Return the file system's magic number (statfs(2)); 0 if it cannot be queried."""
     buffer = (ctypes.c_long * 64)()
     try:
         statfs = ctypes.CDLL(None).statfs
@@ -370,7 +371,7 @@ _all: weakref.WeakSet[Disk] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
-    """A file has no name, so an open descriptor alone would keep its space from the system."""
+    """Close the inherited files in a forked child: an open descriptor would keep their space."""
     for disk in list(_all):
         disk.forked()
 

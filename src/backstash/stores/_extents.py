@@ -1,12 +1,13 @@
-"""Which parts of a file are taken: pure integers, no I/O.
+"""Free and taken extents of a file: integers only, no I/O.
 
-A two-level segregated fit (Masmano et al., "TLSF", ECRTS 2004): free extents are binned by size, a power
-of two split in sixteen, so taking, freeing and joining neighbours all cost the same however many extents
-there are. An extent from a higher bin than asked for is split; the rest goes back. Freed neighbours join,
-and free space at the end of the file is given up, so a file whose blocks all died is empty again.
+The method is a two-level segregated fit (Masmano et al., "TLSF", ECRTS 2004). Free extents are binned by size
+(a power of two split in sixteen), so taking, freeing and joining neighbours take the same time for any number
+of extents. An extent from a higher bin than requested is split, and the rest is freed. Freed neighbours are
+joined. Free space at the end of the file is dropped, so a file whose blocks all died is empty again.
 
-Every extent of a higher bin is large enough; one of the request's own bin may be. So the oldest few there are
-looked at first: training frees and asks for the very same sizes, and their holes must serve them again.
+Every extent of a higher bin is large enough; an extent of the request's own bin may be. So the oldest few of
+its own bin are tried first: training frees and requests the same sizes again and again, and must reuse their
+holes.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from itertools import islice
 __all__ = ["Extents"]
 
 _SPLIT_BITS = 4
-_LOOKED_AT = 16  # extents of the own bin
+_LOOKED_AT = 16  # extents of the request's own bin that are tried
 
 
 def _bin_of(nunits: int) -> int:
-    """The bin that a free extent of ``nunits`` lies in."""
+    """Return the bin of a free extent of ``nunits``."""
     level = nunits.bit_length() - 1
     if level < _SPLIT_BITS:
         return nunits
@@ -29,7 +30,7 @@ def _bin_of(nunits: int) -> int:
 
 
 def _bin_that_fits(nunits: int) -> int:
-    """The lowest bin in which every extent holds ``nunits``."""
+    """Return the lowest bin in which every extent holds ``nunits``."""
     level = nunits.bit_length() - 1
     if level >= _SPLIT_BITS:
         nunits += (1 << (level - _SPLIT_BITS)) - 1
@@ -52,9 +53,9 @@ class Extents:
     def __init__(self, *, unit_bytes: int) -> None:
         self._unit = unit_bytes
         self.end_bytes = 0
-        """Where the last taken extent ends: what the file's size must be at least."""
+        """Where the last taken extent ends: the least size that the file must have."""
         self.used_bytes = 0
-        """The bytes taken, each extent rounded up to the unit."""
+        """Bytes taken, each extent rounded up to the unit."""
         self._size_at: dict[int, int] = {}  # first unit of a free extent -> its length
         self._start_before: dict[int, int] = {}  # one past a free extent -> its first unit
         self._bins: dict[int, dict[int, None]] = {}  # bin -> first units, in order of freeing
@@ -62,7 +63,7 @@ class Extents:
 
     @property
     def free_count(self) -> int:
-        """How many free extents lie between taken ones: the measure of fragmentation."""
+        """The number of free extents between taken ones: a measure of fragmentation."""
         return len(self._size_at)
 
     def take(self, nbytes: int) -> int:
@@ -81,7 +82,7 @@ class Extents:
         return start * unit
 
     def free(self, offset_bytes: int, nbytes: int) -> None:
-        """Give back what :meth:`take` returned for ``nbytes``."""
+        """Free what :meth:`take` returned for ``nbytes``."""
         start, size = offset_bytes // self._unit, -(-nbytes // self._unit) or 1
         self.used_bytes -= size * self._unit
         before = self._start_before.get(start)
@@ -96,7 +97,7 @@ class Extents:
             self._insert(start, size)
 
     def restore(self, taken: Iterable[tuple[int, int]]) -> None:
-        """Begin anew with these extents taken: pairs of an offset and ``nbytes``."""
+        """Start again with these extents taken: pairs of an offset and ``nbytes``."""
         self.used_bytes = self._occupied = end = 0
         for each in (self._size_at, self._start_before, self._bins):
             each.clear()

@@ -1,11 +1,11 @@
-"""An unnamed file: opened so that no one else can, written so that it leaves no page cache.
+"""An unnamed file that no other process can open, and that leaves no bytes in the page cache.
 
-The file never has a name where the system offers ``O_TMPFILE``; elsewhere its name is gone before the
-first byte is written. Either way the kernel frees it when the process ends, however it ends.
+With ``O_TMPFILE`` the file never has a name. On other systems its name is removed before the first byte is
+written. In both cases the kernel frees the file when the process ends, for whatever reason.
 
-Direct I/O (``O_DIRECT``) moves bytes between the tensor's own memory and the device. Where it is refused
-(some network and overlay file systems), writes are pushed out with ``sync_file_range`` and dropped from
-the page cache with ``posix_fadvise``: otherwise a gigabyte on disk would also be a gigabyte of cache.
+Direct I/O (``O_DIRECT``) moves bytes between the tensor's own memory and the device. If it is refused (by some
+network and overlay file systems), writes are flushed with ``sync_file_range`` and dropped from the page cache
+with ``posix_fadvise``. Otherwise a gigabyte on disk would also be a gigabyte of page cache.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from ._base import PAGE_BYTES
 
 __all__ = ["UnnamedFile"]
 
-_CALL_BYTES = 16 << 20  # one system call moves at most this: 4 to 16 MiB a call run at full speed
+_CALL_BYTES = 16 << 20  # the most bytes of one system call: 4 to 16 MiB run at full speed
 _STANDARD_ERROR = 2
 _SYNC_WRITE_AND_WAIT = 7  # SYNC_FILE_RANGE_WAIT_BEFORE | _WRITE | _WAIT_AFTER
 
 
 class UnnamedFile:
-    """Bytes at offsets, no name. All calls may be made from several threads on different ranges.
+    """Bytes at offsets in a file without a name. Threads may call all methods at once on different ranges.
 
     Args:
-        directory: where the file lies; it must exist and be writable.
-        direct: try ``O_DIRECT`` and fall back, with the reason in ``note``.
+        directory: an existing, writable directory for the file.
+        direct: try ``O_DIRECT``. If it is refused, ``note`` has the reason.
     """
 
     def __init__(self, directory: str, *, direct: bool) -> None:
@@ -40,7 +40,7 @@ class UnnamedFile:
         self.fd = -1
         try:
             refusal = self._open(directory, direct)
-        except BaseException:  # a full disk is noticed when it is open already
+        except BaseException:  # a full disk is noticed after the file was opened
             self.close()
             raise
         if direct and not self.direct:
@@ -65,7 +65,7 @@ class UnnamedFile:
         return refusal
 
     def _accepts_direct(self) -> bool:
-        """Find the memory alignment that direct transfers need, by trying one of a page."""
+        """Find the memory alignment that direct transfers need, by writing one page."""
         for align in (512, PAGE_BYTES):
             buffer = (ctypes.c_char * (3 * PAGE_BYTES))()
             base = -(-ctypes.addressof(buffer) // PAGE_BYTES) * PAGE_BYTES + (align % PAGE_BYTES)
@@ -82,7 +82,7 @@ class UnnamedFile:
         return False
 
     def grow(self, nbytes: int) -> None:
-        """Allocate the file's blocks up to ``nbytes``; ``OSError`` says that they are not there."""
+        """Allocate the file's blocks up to ``nbytes``. Raises ``OSError`` if there are not enough."""
         size = os.fstat(self.fd).st_size
         if nbytes <= size:
             return
@@ -96,11 +96,11 @@ class UnnamedFile:
         os.ftruncate(self.fd, nbytes)
 
     def shrink(self, nbytes: int) -> None:
-        """Give back what lies beyond ``nbytes``."""
+        """Free the blocks beyond ``nbytes``."""
         os.ftruncate(self.fd, nbytes)
 
     def write(self, address: int, nbytes: int, offset: int) -> None:
-        """Write ``nbytes`` from memory at ``address``; short writes go on where they stopped."""
+        """Write ``nbytes`` from memory at ``address``. A short write continues where it stopped."""
         done = 0
         while done < nbytes:
             part = _bytes_at(address + done, min(_CALL_BYTES, nbytes - done))
@@ -112,7 +112,7 @@ class UnnamedFile:
             self._drop_cache(offset, nbytes)
 
     def read(self, address: int, nbytes: int, offset: int) -> None:
-        """Read ``nbytes`` into memory at ``address``. Raises ``StashIOError`` when the file ends before."""
+        """Read ``nbytes`` into memory at ``address``. Raises ``StashIOError`` if the file ends early."""
         done = 0
         while done < nbytes:
             part = _bytes_at(address + done, min(_CALL_BYTES, nbytes - done))
@@ -133,7 +133,7 @@ class UnnamedFile:
             os.posix_fadvise(self.fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
-        """Close the descriptor; a second call does nothing."""
+        """Close the descriptor. A second call does nothing."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
@@ -144,10 +144,10 @@ def _bytes_at(address: int, nbytes: int) -> ctypes.Array[ctypes.c_char]:
 
 
 def _create(directory: str, flags: int) -> int:
-    """A new file's descriptor, above the standard ones.
+    """Return a new file's descriptor, above the standard ones.
 
-    A process may be started with those closed, and the next file to be opened then gets their numbers:
-    what any library writes to stderr would be written over saved tensors.
+    A process may start with stdin, stdout or stderr closed, and the next file then gets that number: what a
+    library writes to stderr would overwrite saved tensors.
     """
     fd = _open_unnamed(directory, flags | os.O_RDWR)
     if fd > _STANDARD_ERROR:
@@ -165,16 +165,17 @@ def _open_unnamed(directory: str, flags: int) -> int:
         try:
             return os.open(directory, flags | os.O_TMPFILE, 0o600)
         except OSError as error:
-            # Not every file system has unnamed files; EISDIR and ENOENT are how old kernels say so.
+            # Not every file system has unnamed files; old kernels answer EISDIR or ENOENT.
             if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL):
                 raise
     return _create_named(directory, flags)
 
 
 def _create_named(directory: str, flags: int) -> int:
-    """A file whose name is gone when this returns, and that is never opened by it a second time.
+    """Create a file, remove its name at once, and return its descriptor.
 
-    In a directory that others may write to, the name might by then be of something else.
+    The file is not opened a second time: in a directory that others may write to, the name might refer to
+    another file by then.
     """
     import fcntl
 

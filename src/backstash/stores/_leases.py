@@ -1,4 +1,4 @@
-"""Extents, each lent to an object for as long as that lives: an extent that was not given back is not lost."""
+"""Extents that are each lent to an object for its lifetime, so that none is lost."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _T = TypeVar("_T")
 
 
 class KeyedRef(weakref.ref[_T]):
-    """A weak reference with a ``key``, set by its maker.
+    """A weak reference with a ``key``, set by its creator.
 
-    Unlike ``weakref.KeyedRef`` it is made without a call in Python, which counts where each saved tensor
-    makes several.
+    Unlike ``weakref.KeyedRef``, creating one makes no Python call, which matters since each saved tensor needs
+    several.
     """
 
     __slots__ = ("key",)
@@ -25,11 +25,11 @@ class KeyedRef(weakref.ref[_T]):
 
 
 class Leases:
-    """:class:`Extents` whose truth is who has one. Not locked: the caller holds its lock.
+    """:class:`Extents` that are freed when their owners die. The caller holds its lock.
 
-    An interrupt may come between the taking of an extent and the moment when anybody owns it, and in the
-    middle of the free lists. So an owner's death gives its extent back, and free lists that were left half
-    done are made anew from the owners that are alive.
+    An interrupt may come after an extent was taken and before anything owns it, or in the middle of an update
+    of the free lists. So an owner's death frees its extent, and inconsistent free lists are rebuilt from the
+    owners that are alive.
     """
 
     __slots__ = ("_dirty", "_drops", "_lent", "dropped", "extents")
@@ -37,7 +37,7 @@ class Leases:
     def __init__(self, *, unit_bytes: int) -> None:
         self.extents = Extents(unit_bytes=unit_bytes)
         self._lent: dict[int, KeyedRef[Any]] = {}  # by offset
-        self.dropped: deque[KeyedRef[Any]] = deque()  # whose owners have died, to be settled
+        self.dropped: deque[KeyedRef[Any]] = deque()  # of dead owners, to be settled
         self._drops = self.dropped.append  # bound once, not for each owner
         self._dirty = False
 
@@ -52,7 +52,7 @@ class Leases:
             self.settle()
         self._dirty = True
         offset = self.extents.take(nbytes)
-        # The callback is the deque's own: it may come on any thread in the middle of anything.
+        # The callback is the deque's own append, since it may run on any thread at any point of a program.
         ref: KeyedRef[Any] = KeyedRef(owner, self._drops)
         ref.key = offset, nbytes
         self._lent[offset] = ref
@@ -60,7 +60,7 @@ class Leases:
         return offset
 
     def free(self, offset: int) -> None:
-        """Give back what was taken at ``offset``; nothing happens where that was done."""
+        """Free the extent at ``offset``. Does nothing if it is free already."""
         self.settle()
         ref = self._lent.get(offset)
         if ref is not None:
@@ -74,7 +74,7 @@ class Leases:
         self._dirty = False
 
     def settle(self) -> None:
-        """Put in order what was left half done, and take back the extents of dead owners."""
+        """Repair the free lists if a call was interrupted, and free the extents of dead owners."""
         if self._dirty:
             self.extents.restore(ref.key for ref in self._lent.values())
             self._dirty = False

@@ -1,10 +1,10 @@
-"""Long loops: the gradient through thousands of steps in the memory of a few.
+"""Checkpointed loops: the gradient through thousands of steps in the memory of a few.
 
-``_schedules`` says which states to hold, ``_choose`` picks a schedule. ``_steps`` evaluates one step
-and finds, with ``_edges``, what it uses; ``_loop`` runs forward and, from backward, steps again.
-``_state`` takes states apart and holds snapshots, ``_outputs`` stacks what steps return beside it.
-A replay changes nothing but its result: ``_surroundings`` has random numbers, autocast and settings as
-they were, ``_effects`` undoes what else a step does, ``_saves`` says where that goes which it saves.
+``_schedules`` says which states to hold, and ``_choose`` picks a schedule. ``_steps`` evaluates one step and
+finds, with ``_edges``, which outside tensors it uses. ``_loop`` runs forward, and runs steps again in
+backward. ``_state`` flattens states and holds snapshots; ``_outputs`` stacks the outputs of steps. A replay
+changes nothing but its result: ``_surroundings`` restores random numbers, autocast and settings, ``_effects``
+undoes the step's side effects, and ``_saves`` decides where saved tensors go.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``checkpoint_loop``: what a caller sees."""
+"""``checkpoint_loop``: the public interface."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = ["checkpoint_loop"]
 
 
 class _CheckpointLoop:
-    """The type of :data:`checkpoint_loop`; its call and its ``plan`` are the documentation."""
+    """The type of :data:`checkpoint_loop`. Its ``__call__`` and ``plan`` have the documentation."""
 
     def __call__(
         self,
@@ -49,40 +49,41 @@ class _CheckpointLoop:
     ) -> Any:
         """Run ``for _ range(n): state = step(state, *args)`` so that backward needs little memory.
 
-        Backward runs steps again from snapshots of the state. The gradients of ``state``, of ``args``, of
-        ``xs`` and of what ``step`` reaches through modules and closures are bit-identical to the plain
-        loop's, or an error is raised. Without gradients (``torch.no_grad``) it is the plain loop.
+        Backward runs steps again from snapshots of the state. The gradients of ``state``, ``args``, ``xs`` and
+        of tensors that ``step`` reaches through modules and closures are bit-identical to the plain loop's, or
+        an error is raised. Without gradients (``torch.no_grad``) it is the plain loop.
 
         Args:
-            step: ``step(state, *args)`` returns the next state. It must depend on nothing but its arguments,
-                tensors that do not change, and torch's random numbers. The order of its arguments is state,
-                index, x, args.
+            step: ``step(state, *args)`` returns the next state. It must depend only on its arguments, tensors
+                that do not change, and torch's random numbers. The order of its arguments is state, index, x,
+                args.
             state: a tensor, or tensors and plain values in tuples, lists and dictionaries.
-            n: how many steps; ``None`` with ``until`` or ``xs``.
-            *args: handed to each step.
+            n: the number of steps; ``None`` with ``until`` or ``xs``.
+            *args: passed to each step.
             memory: bytes in memory for snapshots and for what one step saves, as an int or ``"4GiB"``.
-            disk: a directory, or a :class:`~backstash.Disk`, for what ``memory`` does not hold.
-            schedule: which states to hold, an object as :class:`Schedule` describes: ``Binomial``,
+            disk: a directory, or a :class:`~backstash.Disk`, for what does not fit in ``memory``.
+            schedule: which states to hold, an object as described by :class:`Schedule`: ``Binomial``,
                 ``TwoLevel``, ``KeepAll``, or one of your own. ``None``: the one that is predicted to be the
                 fastest within the budgets, from the first step's time and bytes and the disk's speed.
-            stash: a stash that holds snapshots and what steps save, with budgets of its own. With it,
-                give a ``schedule``, and no ``memory`` and ``disk``. ``None``: one is made.
+            stash: a stash with budgets of its own that holds snapshots and what steps save. It requires a
+                ``schedule``, and excludes ``memory`` and ``disk``. ``None``: one is created.
             index: whether ``step`` takes the step's number, from 0.
-            xs: inputs of the single steps: tensors, whose first dimension is the steps', in a tree.
+            xs: inputs of the steps: a tree of tensors whose first dimension is the steps.
             ys: whether ``step`` returns ``(state, y)``; then the result is ``(state, ys)``, tensors stacked
                 in a new first dimension, other leaves in lists.
             until: ``until(state)`` after each step; the loop ends when it is true.
-            progress: a line on stderr while backward runs. ``None``: after two seconds, on a terminal.
+            progress: whether to show a line on stderr while backward runs. ``None``: after two seconds, on a
+                terminal.
 
         Returns:
             The last state, or ``(state, ys)``.
 
         Raises:
             UsageError: bad arguments; no budget; a state whose structure changes; ``create_graph=True``, since
-                there is no double backward. Also, with the step's number: a step that changes its input in
-                place, returns a view of it, or returns something else when it is run again.
-            InplaceError: from backward: what a step uses was changed in place after the loop ran.
-            StashIOError: from backward: the disk cannot give a snapshot back.
+                double backward is not supported. Also, with the step's number: a step that changes its input
+                in place, returns a view of it, or returns something else in a replay.
+            InplaceError: from backward: a tensor that a step uses was changed in place after the loop ran.
+            StashIOError: from backward: the disk cannot return a snapshot.
 
         Source of the idea: Griewank and Walther, "Algorithm 799: revolve", ACM TOMS 26 (2000).
 
@@ -132,10 +133,10 @@ class _CheckpointLoop:
         step_seconds: float | None = None,
         saved_bytes: int | None = None,
     ) -> LoopPlan:
-        """What :data:`checkpoint_loop` would take with these arguments, without running the loop.
+        """Return what :data:`checkpoint_loop` would need with these arguments, without running the loop.
 
-        The first step is run once to measure it, with its random numbers put back, unless ``step_seconds``
-        and ``saved_bytes`` are both given.
+        The first step is run once to measure it, unless ``step_seconds`` and ``saved_bytes`` are both given.
+        Its random numbers are restored.
 
         Returns:
             A record: ``evaluations``, ``memory_bytes``, ``disk_bytes``, ``predicted_seconds``, ``schedule``.
@@ -160,7 +161,7 @@ class _CheckpointLoop:
 
 checkpoint_loop = _CheckpointLoop()
 
-_LEAST_WINDOW, _MOST_WINDOW = 256 << 10, 16 << 20  # bytes on their way down, and as many up
+_LEAST_WINDOW, _MOST_WINDOW = 256 << 10, 16 << 20  # bytes for writes, and as many for loads
 _LEAST_ON_DISK = 4 << 10
 
 
@@ -203,7 +204,7 @@ class _Tiers:
             nbytes = 0
         if disk is None:
             return cls(Stash(keep=in_bytes(nbytes), name="checkpoint_loop"), nbytes, None, None)
-        # What is on its way to and from the disk is in memory, too.
+        # Bytes in transit to and from the disk are in memory, too.
         window = min(max(nbytes // 8, _LEAST_WINDOW), _MOST_WINDOW) if nbytes else _MOST_WINDOW
         keep = max((nbytes or 0) - 2 * window, 0)
         made = Stash(
@@ -227,7 +228,7 @@ class _Tiers:
 
 
 class _Job:
-    """The arguments of one call, looked at."""
+    """The validated arguments of one call."""
 
     def __init__(
         self,
@@ -270,7 +271,7 @@ class _Job:
         return n
 
     def x(self, number: int) -> StepState:
-        """The input of step ``number``."""
+        """Return the input of step ``number``."""
         leaves = [row[number] if isinstance(row, tuple) else row for row in self._rows]
         return StepState(leaves, self.xs.structure)
 
@@ -283,7 +284,7 @@ class _Job:
             return bool(self.until(state.whole()))
 
     def plainly(self) -> Any:
-        """The loop without snapshots."""
+        """Run the loop without snapshots."""
         state, number, outputs = self.state.whole(), 0, self._outputs()
         while self.n is None or number < self.n:
             own = [
@@ -310,7 +311,7 @@ class _Job:
         return Loop(stepper, stash, Surroundings(seen), progress=progress), stepper
 
     def measured(self, stash: Stash) -> MeasuredStep:
-        """What the first step takes."""
+        """Run the first step and return its measurements."""
         loop, stepper = self._loop(stash, False)
         with loop.surroundings.replaying():
             x = self.x(0) if self.n else StepState((), None)
@@ -322,7 +323,7 @@ class _Job:
         return MeasuredStep(saves.seconds, self.state.nbytes, saved)
 
     def run(self, tiers: _Tiers, schedule: Schedule | None, progress: bool | None) -> Any:
-        """The loop, with snapshots."""
+        """Run the loop with snapshots."""
         if self.n == 0:
             return self._result(self.state.whole(), self._outputs())
         loop, stepper = self._loop(tiers.stash, progress)

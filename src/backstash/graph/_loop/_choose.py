@@ -1,4 +1,4 @@
-"""Which schedule is the fastest within the budgets, and what it will take."""
+"""Choose the fastest schedule within the budgets, and predict its costs."""
 
 from __future__ import annotations
 
@@ -18,55 +18,55 @@ from ._schedules import Binomial, KeepAll, Schedule, TwoLevel, play
 
 __all__ = ["Budgets", "LoopPlan", "MeasuredStep", "choose", "describe", "disk_speed", "free_bytes"]
 
-_BACKWARD = 2.0  # a step's backward, in evaluations of it: two products of matrices for one
+_BACKWARD = 2.0  # a step's backward takes two evaluations: two matrix products for one
 _PROBE_BYTES = 4 << 20
 _speeds: dict[str, float] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """What one evaluation of a step took."""
+    """Measurements of one evaluation of a step."""
 
     step_seconds: float
-    """Its time."""
+    """Its time, in seconds."""
     state_bytes: int
-    """Bytes of the state: of one snapshot."""
+    """Bytes of the state, and so of one snapshot."""
     saved_bytes: int
     """Bytes that the step saves for its backward."""
 
 
 @dataclass(frozen=True, slots=True)
 class Budgets:
-    """Where bytes may be."""
+    """The memory and disk space that a loop may use."""
 
     memory: int | None
     """Bytes in memory; ``None``: no limit."""
     disk: int | None = None
-    """Bytes on disk; ``None``: there is none."""
+    """Bytes on disk; ``None``: no disk."""
     disk_speed: float = 0.0
-    """Bytes a second, written and read once each."""
+    """Bytes per second, for one write and one read of each byte."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoopPlan:
-    """What a loop will take."""
+    """The predicted costs of a loop."""
 
     schedule: Schedule
-    """Which states are held."""
+    """The schedule, which decides the states that are held."""
     n: int
-    """The loop's steps."""
+    """The number of steps."""
     evaluations: int
-    """Runs of the step: forward, and again for backward."""
+    """Evaluations of the step, in forward and in backward."""
     snapshots: int
-    """The most states that are held at once, the first one included."""
+    """The most states that are held at once, including the first one."""
     memory_bytes: int
-    """The most bytes in memory: snapshots, and what steps save."""
+    """The peak of bytes in memory: snapshots, and what steps save."""
     disk_bytes: int
-    """The most bytes on disk."""
+    """The peak of bytes on disk."""
     predicted_seconds: float
-    """Forward and backward together, where a step's backward takes as long as two evaluations."""
+    """Seconds of forward and backward together. A step's backward is assumed to take two evaluations."""
     measured: MeasuredStep
-    """What the prediction is from."""
+    """The measurements behind the prediction."""
 
     def __str__(self) -> str:
         return (
@@ -77,7 +77,7 @@ class LoopPlan:
 
 
 def choose(n: int, budgets: Budgets, measured: MeasuredStep) -> LoopPlan:
-    """The plan that is predicted to be the fastest. Raises ``UsageError`` where nothing fits."""
+    """Return the plan with the shortest predicted time. Raises ``UsageError`` if none fits."""
     state, saved = measured.state_bytes, measured.saved_bytes
     memory = budgets.memory
     plans = [
@@ -114,29 +114,29 @@ def _candidates(n: int, budgets: Budgets, measured: MeasuredStep) -> Iterator[Sc
 
 
 def describe(schedule: Schedule, n: int, budgets: Budgets, measured: MeasuredStep) -> LoopPlan:
-    """What ``schedule`` takes for ``n`` steps."""
+    """Return the predicted costs of ``schedule`` for ``n`` steps."""
     seconds, state, saved = measured.step_seconds, measured.state_bytes, measured.saved_bytes
     evaluations, snapshots = play(schedule, n)
     held = snapshots * state + saved * (n if schedule.keeps_graphs else min(n, 1))
     below = 0
     if budgets.memory is not None and budgets.disk is not None:
-        # A kept step's state begins its graph, as a parameter does, and a stash leaves those in place.
+        # A kept step's state begins its graph, as a parameter does, and a stash keeps such tensors in place.
         stays = min(state, saved) * n if schedule.keeps_graphs else 0
         below = max(0, held - max(budgets.memory, stays))
     compute = (evaluations + _BACKWARD * n) * seconds
-    moving = below / budgets.disk_speed if below else 0.0  # beside compute
+    moving = below / budgets.disk_speed if below else 0.0  # overlaps computation
     return LoopPlan(
         schedule, n, evaluations, snapshots, held - below, below, max(compute, moving), measured
     )
 
 
 def free_bytes(directory: str) -> int:
-    """Bytes that ``directory``'s file system has free."""
+    """Return the free bytes of ``directory``'s file system."""
     return shutil.disk_usage(directory).free
 
 
 def disk_speed(directory: str) -> float:
-    """Bytes a second that a stash writes to ``directory`` and reads back, measured once in a process."""
+    """Return the bytes per second of a write to ``directory`` and a read. Measured once per process."""
     key = os.path.realpath(directory)
     if key not in _speeds:
         with tempfile.TemporaryDirectory(dir=directory) as scratch:

@@ -1,9 +1,9 @@
-"""What reaches outside a step's own graph, and the gradients that leave the step on each such edge.
+"""The edges from a step's graph to tensors outside it, and the gradients that leave the step on each of them.
 
 Plain autograd adds the gradients of a tensor that many steps use in the order in which they arrive, one use
-after the other. A sum for each step, added to the next one's, would round differently. So a step's node in the
-outer graph has one edge for each *use* of a tensor from outside, and gives back what arrived on each, in order:
-the engine then makes the very additions that it makes for the plain loop.
+after the other. Adding up each step's gradients first would round differently. So a step's node in the outer
+graph has one edge for each *use* of an outside tensor, and returns the gradients of these uses in order. The
+engine then makes exactly the additions that it makes for the plain loop.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ __all__ = ["Aliases", "Foreign", "Uses", "reaches", "stand_in", "uses_of"]
 
 _CAST = "ToCopyBackward0"
 
-Key = tuple[Any, int]  # a node outside the step, and which of its outputs
+Key = tuple[Any, int]  # a node outside the step, and the number of its output
 
 
 def stand_in(outer: Tensor) -> Tensor:
-    """The values of ``outer`` with a graph that ends there.
+    """Return a tensor with the values of ``outer`` at which a graph ends.
 
-    A leaf's is a leaf, and no other is: autocast caches the casts of leaves.
+    It is a leaf only if ``outer`` is one, since autocast caches the casts of leaves.
     """
     leaf = outer.detach().requires_grad_(outer.requires_grad)
     return leaf if outer.is_leaf else leaf.view_as(leaf)
 
 
 def reaches(tensor: Tensor, nodes: set[Any]) -> bool:
-    """Whether one of ``nodes`` is in the graph of ``tensor``."""
+    """Return whether one of ``nodes`` is in the graph of ``tensor``."""
     ahead: list[Any] = [tensor.grad_fn]
     seen = set(ahead)
     while ahead:
@@ -52,10 +52,10 @@ def reaches(tensor: Tensor, nodes: set[Any]) -> bool:
 
 
 class Aliases:
-    """Leaves of their own for tensors from outside, so that a step's graph ends at them.
+    """Replacement leaves for outside tensors, so that a step's graph ends at them.
 
-    Gradients of the graph that a tensor hangs in then flow in the outer graph only, where hooks on them and
-    ``retain_grad`` see each once.
+    Gradients then flow into a tensor's own graph only through the outer graph, where its hooks and
+    ``retain_grad`` see each gradient once.
     """
 
     __slots__ = ("_by_id", "_outer_of")
@@ -65,12 +65,12 @@ class Aliases:
         self._outer_of: dict[Key, Tensor] = {}
 
     def known(self, outer: Tensor) -> Tensor | None:
-        """The alias of ``outer``, or ``None``."""
+        """Return the alias of ``outer``, or ``None``."""
         known = self._by_id.get(id(outer))
         return None if known is None else known[1]
 
     def of(self, outer: Tensor) -> Tensor:
-        """The alias of ``outer``, made at the first call."""
+        """Return the alias of ``outer``, which the first call creates."""
         known = self._by_id.get(id(outer))
         if known is not None:
             return known[1]
@@ -81,20 +81,20 @@ class Aliases:
         return alias
 
     def outer_of(self, key: Key) -> Tensor | None:
-        """The tensor that the alias whose gradient edge is ``key`` stands for."""
+        """Return the tensor that the alias with gradient edge ``key`` replaces."""
         return self._outer_of.get(key)
 
     def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Each tensor and its alias."""
+        """Yield each tensor and its alias."""
         yield from self._by_id.values()
 
 
 class Foreign(TorchFunctionMode):
-    """While a step runs: a tensor that was computed outside it, reached through a closure, becomes an alias.
+    """Replaces tensors that were computed outside a step, and used through a closure, by aliases.
 
     Args:
-        aliases: those that are known, by the tensors themselves: a backward on another thread, whose nodes
-            have other numbers, finds the same.
+        aliases: the known aliases, by tensor. So a backward on another thread, whose nodes have other numbers,
+            finds the same ones.
         own: the gradient edges of the step's inputs.
         since: the number of this thread's first node inside the step.
         check: raises for a tensor that must not become an alias.
@@ -140,21 +140,21 @@ class Foreign(TorchFunctionMode):
 
 
 class Uses:
-    """The edges by which one run of a step reaches outside, in the order in which a walk finds them."""
+    """The edges from one run of a step to the outside, in the order in which a walk finds them."""
 
     __slots__ = ("_edges", "casts", "constants", "keys")
 
     def __init__(self, edges: list[tuple[Any, int, Key]], constants: Any = ()) -> None:
         self._edges = edges
         self.constants = constants
-        """The numbers and strings that the ``autograd.Function`` objects inside keep for backward."""
+        """The numbers and strings that ``autograd.Function`` objects inside keep for backward."""
         self.casts = {key for node, _, key in edges if node.name() == _CAST}
-        """Where a change of the element type leads."""
+        """The targets of casts to another dtype."""
         self.keys: list[Key] = [key for _, _, key in edges]
-        """Of each edge: where it leads."""
+        """The target of each edge."""
 
     def foreign(self, known: Callable[[Key], bool]) -> Any:
-        """A node outside that is no leaf, and not ``known``, or ``None``."""
+        """Return an outside node that is no leaf and not ``known``, or ``None``."""
         return next(
             (key[0] for key in self.keys if not hasattr(key[0], "variable") and not known(key)),
             None,
@@ -163,7 +163,7 @@ class Uses:
     def backward(
         self, ends: Sequence[Any], gradients: Sequence[Tensor]
     ) -> list[tuple[Key, Tensor]]:
-        """Run the step's graph backward from ``ends``: where each gradient left it, in order."""
+        """Run the step's graph backward from ``ends``. Return each gradient that left it and its edge."""
         arrived: list[tuple[Key, Tensor]] = []
         of_node: dict[Any, list[tuple[int, Key]]] = {}
         for node, number, key in self._edges:
@@ -192,10 +192,10 @@ def _listener(
 
 
 def uses_of(outputs: Sequence[Tensor], since: int, known: Callable[[Key], bool]) -> Uses:
-    """Find the edges from the graph of ``outputs`` to leaves, and to nodes made outside the step.
+    """Find the edges from the graph of ``outputs`` to leaves, and to nodes created outside the step.
 
-    Inside are the nodes whose numbers this thread gave since ``since``, but those that are ``known`` to
-    stand for a tensor from outside.
+    Inside are the nodes that this thread has numbered from ``since`` on, except those that are ``known`` to
+    replace outside tensors.
     """
     ahead = [output.grad_fn for output in outputs if output.grad_fn is not None]
     seen, edges, now = set(ahead), [], sequence_number()
@@ -223,7 +223,7 @@ def _is_custom(node: Any) -> bool:
 
 
 def _constants(node: Any) -> tuple[Any, ...]:
-    plain = (int, float, complex, str)  # compared by repr, by which a NaN is itself
+    plain = (int, float, complex, str)  # compared by repr, so that a NaN equals itself
     return tuple(
         sorted(
             (name, repr(value)) for name, value in vars(node).items() if isinstance(value, plain)

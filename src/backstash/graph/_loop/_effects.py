@@ -1,13 +1,13 @@
-"""What a step does besides computing its state: seen while it runs, and undone where it has to run again.
+"""Side effects of a step: detected while it runs, and undone if it has to run again.
 
-A step that is run again does again whatever else it does: statistics, ``.grad`` of a backward inside it, a
-counter in a tensor, a buffer in whose place it puts another. Operations below autograd are seen by a dispatch
-mode, with the arguments that they write; what memory held before is kept until it is put back or forgotten.
-What no operation shows, such as a kernel of the program's own that writes statistics, is put back where it is a
-buffer of a module that was called.
+A replayed step repeats its side effects: statistics, ``.grad`` of a backward inside it, a counter in a tensor,
+a buffer that it replaces. A dispatch mode sees operations below autograd with the arguments that they write,
+and keeps the earlier contents of that memory until they are restored or no longer needed. Effects that no
+operation shows, such as those of a custom kernel that writes statistics, are undone in buffers of modules that
+were called.
 
-Some formulas of backward are others while a dispatch mode is active, and round otherwise. So the mode steps
-aside for each node of a backward inside the step that takes what it saved: see :meth:`Effects.leave_to_node`.
+Some backward formulas differ while a dispatch mode is active, and round differently. So in a backward inside
+the step, the mode is removed for each node that unpacks what it saved: see :meth:`Effects.leave_to_node`.
 """
 
 from __future__ import annotations
@@ -37,33 +37,33 @@ from ...errors import UsageError
 
 __all__ = ["Effects"]
 
-# Nodes that compute in another way while a dispatch mode is active: of all operators that PyTorch lists for its
-# own tests (``op_db``) it is those of these, in torch 2.13.
+# Nodes that compute differently while a dispatch mode is active. Of all operators that PyTorch lists for its
+# own tests (``op_db``), only these do, in torch 2.13.
 _OTHERWISE = frozenset(("ProdBackward0", "ProdBackward1", "CumprodBackward0", "LinalgDetBackward0"))
 
 
 class Effects(SilentMode):
-    """Those of what runs while it is entered.
+    """Records the side effects of the code that runs while it is entered.
 
     Args:
-        leaves: whose gradients are put back whatever becomes of them: a step may drop one before a backward
-            inside it accumulates another.
-        ran_before: whether the step did, and so has given gradients to leaves.
+        leaves: leaves whose gradients are always restored: a step may drop a gradient before a backward inside
+            it accumulates another.
+        ran_before: whether the step ran before, and so has given gradients to leaves.
     """
 
     def __init__(self, leaves: Iterable[Tensor], *, ran_before: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._own: dict[int, object] = {}  # by a storage's identity: what keeps that from another
+        self._own: dict[int, object] = {}  # storages made inside, by identity, which this reserves
         self._own_sparse: dict[int, weakref.ref[Tensor]] = {}
         self._seen: set[Any] = set()
-        self._written: list[tuple[Tensor, Tensor, int]] = []  # what it held, and its version
+        self._written: list[tuple[Tensor, Tensor, int]] = []  # tensor, earlier value and version
         self._grads = {id(leaf): (leaf, leaf.grad) for leaf in leaves}
         self._buffers: dict[tuple[int, str], tuple[nn.Module, str, Tensor]] = {}
         self._ran_before = ran_before
         self._bits = ModeBits()
         self._task = task_or_none()
         self._above = -1
-        self._left: Any = None  # the node that it left to compute
+        self._left: Any = None  # the node for which the mode was removed
 
     def __enter__(self) -> Effects:
         self._handle = register_module_forward_pre_hook(self._called)
@@ -76,7 +76,7 @@ class Effects(SilentMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __bool__(self) -> bool:
-        """Whether anything was done."""
+        """Return whether there were any side effects."""
         if self._grads or any(
             dict(own_buffers(module)).get(name) is not buffer
             for module, name, buffer in self._buffers.values()
@@ -86,11 +86,11 @@ class Effects(SilentMode):
 
     @property
     def accumulated(self) -> list[Tensor]:
-        """The leaves that a backward inside has given gradients to."""
+        """The leaves to which a backward inside has given gradients."""
         return [leaf for leaf, _ in self._grads.values()]
 
     def undo(self) -> None:
-        """Put back what was there before. A tensor whose version rose with the write rises again."""
+        """Restore the earlier values. If a write raised a tensor's version, restoring raises it, too."""
         for module, name, buffer in self._buffers.values():
             set_buffer(module, name, buffer)
         for leaf, grad in self._grads.values():
@@ -98,18 +98,18 @@ class Effects(SilentMode):
         with torch.no_grad():
             for tensor, before, version in reversed(self._written):
                 if _is_same(tensor, before):
-                    continue  # an expanded buffer, for one, cannot be written
-                # Batch normalization saves its statistics and changes them, and no version rises.
+                    continue  # e.g. an expanded buffer, which cannot be written
+                # Batch normalization saves its statistics and writes to them without raising a version.
                 target = tensor.data if tensor._version == version else tensor
                 if target.shape != before.shape:
                     target.resize_(before.shape)
                 target.copy_(before)
 
     def leave_to_node(self) -> None:
-        """A node of the graph has taken what it saved; in a backward inside the step it is not seen computing.
+        """Remove the mode while a node of a backward inside the step computes, after it has unpacked.
 
-        The node's own hooks are seen, and what a function of one's own computes. For the next node, such as one
-        that accumulates a gradient, the engine puts the thread's modes back.
+        The mode still sees the node's hooks, and what a custom function computes. The engine restores the
+        thread's modes for the next node, such as one that accumulates a gradient.
         """
         node = current_node()
         if task_or_none() != self._task and not isinstance(node, BackwardCFunction):
@@ -119,18 +119,18 @@ class Effects(SilentMode):
                 call_before_hooks(node, functools.partial(put_back, self, above))
 
     def leave(self) -> None:
-        """See nothing more, until :meth:`come_back`."""
+        """Remove the mode until :meth:`come_back`."""
         self._above = take_off(self)
 
     def come_back(self) -> None:
-        """See again what is done."""
+        """Restore the mode after :meth:`leave`."""
         above, self._above = self._above, -1
         if above >= 0:
             put_back(self, above)
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Nothing is seen inside."""
+        """A context in which the mode is removed."""
         above = take_off(self)
         try:
             yield
@@ -145,7 +145,7 @@ class Effects(SilentMode):
                 self._note(buffer)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """See ``TorchDispatchMode``. A subclass is asked first: its operations come here then."""
+        """See ``TorchDispatchMode``. A subclass is asked first; its own operations then come here."""
         kwargs = kwargs or {}
         if any(each is not Tensor and each is not nn.Parameter for each in types):
             if any(map(is_wrapper_subclass, tensors_of(args))):
@@ -188,7 +188,7 @@ class Effects(SilentMode):
         self._grads[id(leaf)] = leaf, leaf.grad
 
     def _made(self, result: Any, args: Any, kwargs: Any) -> None:
-        """Note the memory that an operation has made: what it returns, but for what it was given."""
+        """Record the memory that an operation allocated: its results' memory that is not its arguments'."""
         for each in tensors_of(result):
             storage = storage_of(each)
             identity = id(each) if storage is None else storage_identity(storage)
@@ -202,7 +202,7 @@ class Effects(SilentMode):
                 self._own[identity] = keep_identity(storage)
 
     def _note(self, tensor: Tensor) -> None:
-        """It may be written."""
+        """Save the value of ``tensor``, which may be about to be written."""
         storage = storage_of(tensor)
         if storage is None:  # a sparse tensor
             made = self._own_sparse.get(id(tensor))

@@ -1,4 +1,4 @@
-"""The loop: forward with snapshots, and each step's graph again when backward comes to it."""
+"""The loop: forward with snapshots, and in backward each step's graph again."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from ._surroundings import RandomState, Surroundings
 
 __all__ = ["Loop"]
 
-_SLOTS = 32  # snapshots of a loop of unknown length whose schedule names no number
-_AGAIN = Binomial(24)  # for a second backward through a loop whose graphs were kept for one
+_SLOTS = 32  # snapshots of a loop of unknown length, unless its schedule has a number
+_AGAIN = Binomial(24)  # for a second backward, if the graphs were kept for one only
 
 
 class _Record:
-    """What is known of a step after forward."""
+    """What the loop keeps of a step after forward."""
 
     __slots__ = ("edges", "groups", "kept", "mark", "pattern", "x")
 
@@ -35,15 +35,15 @@ class _Record:
         self.mark = found.mark
         self.pattern = found.pattern
         self.groups: dict[Any, int] = {}
-        """By token: a number for the tensor outside."""
+        """By token: the number of the outside tensor."""
         self.edges: list[int] = []
-        """Of each edge of the node: that number."""
+        """The number of the outside tensor of each edge of the node."""
         self.kept: Evaluation | None = None
-        """The graph, where it waits for backward."""
+        """The graph, if it is kept for backward."""
 
 
 class Loop:
-    """One call of ``checkpoint_loop``. It lives as long as the graph that it made.
+    """One call of ``checkpoint_loop``. It lives as long as the graph that it created.
 
     Args:
         stepper: calls the step.
@@ -62,21 +62,21 @@ class Loop:
         self._stepper = stepper
         self._stash = stash
         self.surroundings = surroundings
-        self._lock = threading.RLock()  # of backwards on several threads
+        self._lock = threading.RLock()  # for backwards on several threads
         self._following: tuple[Any, int | None] | None = None
         self._stride = 1
         self._progress_wanted = progress
         self._progress: LoopProgress | None = None
         self.schedule: Schedule = Binomial(1)
-        """Which states to hold."""
+        """The schedule, which says which states to hold."""
         self._held: list[tuple[int, StepSnapshot]] = []
         self._records: list[_Record] = []
         self._accumulated: list[
             Tensor
-        ] = []  # leaves that a backward inside step 0 gives gradients to
-        self._is_asked = False  # whether a step asks for what it saved
+        ] = []  # leaves to which a backward inside step 0 gives gradients
+        self._is_asked = False  # whether a step itself unpacks saved tensors
         self.evaluations = 0
-        """How often a step ran, forward's runs included."""
+        """The number of evaluations of the step so far, including forward's."""
 
     # Forward.
 
@@ -86,7 +86,7 @@ class Loop:
         self._held.append((number, StepSnapshot(self._stash, state, random)))
 
     def hold_if_asked(self, number: int, state: StepState, n: int | None) -> None:
-        """Hold the state before step ``number`` in forward, if the schedule wants it."""
+        """Hold the state before step ``number`` in forward, if the schedule requires it."""
         if self.schedule.keeps_graphs:
             return
         if n is None:
@@ -98,9 +98,10 @@ class Loop:
             self.hold(number, state)
 
     def _hold_online(self, number: int, state: StepState) -> None:
-        """Where the end is not known: evenly, half as densely whenever all slots are taken.
+        """Hold evenly spaced states of a loop of unknown length. If no slot is left, drop every second one.
 
-        The spacing is at most twice that of evenly spaced snapshots, whatever the number of steps.
+        The distance between two is at most twice the distance of evenly spaced snapshots, for any number of
+        steps.
         """
         if number % self._stride:
             return
@@ -123,16 +124,16 @@ class Loop:
         ends: Callable[[StepState], bool],
         copied: Callable[[int, Tensor], Tensor],
     ) -> tuple[StepState, StepState, bool, Evaluation, Saves]:
-        """Run step ``number`` forward: its state and ``y`` in the outer graph, whether it is the last, it, and
-        what it saved.
+        """Run step ``number`` forward. Return its state and ``y`` in the outer graph, whether it is the last
+        step, its evaluation, and its saved tensors.
 
         Args:
-            number: of the step.
-            state: in the outer graph.
-            x: its own input, likewise.
-            through_stash: whether what it saves goes to the stash.
-            ends: tells by the new state whether it is the last.
-            copied: copies a leaf of ``y``, told by its place, to where it is to stay.
+            number: the number of the step.
+            state: its state, in the outer graph.
+            x: its own input, in the outer graph.
+            through_stash: whether its saved tensors go to the stash.
+            ends: returns, for the new state, whether this is the last step.
+            copied: copies a leaf of ``y``, given its position, to its final place.
         """
         with self.surroundings.entered():
             found, saves = self.evaluate(number, state, x, through_stash=through_stash)
@@ -153,18 +154,18 @@ class Loop:
         through_stash: bool,
         again: bool = False,
     ) -> tuple[Evaluation, Saves]:
-        """Run step ``number`` where a graph of its own begins; and what it saves.
+        """Run step ``number`` with a graph of its own. Return the evaluation and its saved tensors.
 
         Args:
-            through_stash: whether what it saves goes to the stash. Where it does not, the graph tells what the
+            through_stash: whether saved tensors go to the stash. Otherwise the graph shows which tensors the
                 step uses, and saves nothing.
-            again: whether it ran before, so that nothing else that it does is to be left behind.
+            again: whether the step ran before, so that its side effects must be undone.
         """
         random = RandomState.now(self.surroundings.devices)
         state, x = leaves_of(state), leaves_of(x)
-        is_unseen = False  # whether a part of it ran, and what it wrote is not known
+        is_unseen = False  # whether a part of the step ran whose writes are unknown
         for attempt in range(3):
-            # Without a mode PyTorch computes what it computes in a plain loop.
+            # Without a mode PyTorch computes as in a plain loop.
             is_seen = again or attempt or not number
             effects = (
                 Effects(self._accumulated, ran_before=number < len(self._records))
@@ -181,7 +182,7 @@ class Loop:
             except Again:
                 pass
             except Exception:
-                if not saves.has_refused:  # a step may hide that it was refused
+                if not saves.has_refused:  # a step may catch the Again
                     raise
             finally:
                 if effects is not None and (again or not is_over):
@@ -280,7 +281,7 @@ class Loop:
         return result
 
     def _again(self, number: int) -> Evaluation:
-        """The graph of step ``number``, from the last snapshot before it, with new ones on the way."""
+        """Return the graph of step ``number``, computed from the last snapshot. Holds new ones."""
         schedule = self.schedule
         if schedule.keeps_graphs:
             schedule = _AGAIN

@@ -1,4 +1,4 @@
-"""What the steps return beside the state, stacked."""
+"""The outputs (``ys``) that steps return in addition to the state, stacked."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["Outputs"]
 
 
 class Outputs:
-    """What the steps return beside the state.
+    """The outputs that the steps return in addition to the state.
 
     Args:
-        steps: how many steps there are; ``None``: not known.
+        steps: the number of steps; ``None``: unknown.
     """
 
     def __init__(self, steps: int | None) -> None:
@@ -26,13 +26,13 @@ class Outputs:
         self._collected: list[StepState] = []
 
     def copied(self, place: int, value: Tensor) -> Tensor:
-        """The next step's leaf ``place``, detached: a copy among those of the other steps where it fits."""
+        """Return the next step's leaf ``place``, detached, as a row of its stack if it fits there."""
         if self._steps is None:
             return value.detach()
         return self._rows.setdefault(place, _OutputRows(self._steps)).copied(value)
 
     def add(self, y: StepState) -> None:
-        """Take the next step's output. What has a graph went through :meth:`copied` before, or stays."""
+        """Add the next step's output. A leaf with a graph went through :meth:`copied` or stays as it is."""
         leaves = [
             self.copied(place, leaf)
             if isinstance(leaf, Tensor) and not leaf.requires_grad
@@ -42,7 +42,7 @@ class Outputs:
         self._collected.append(StepState(leaves, y.structure))
 
     def whole(self) -> Any:
-        """The outputs in one: tensors stacked in a new first dimension, other leaves in lists."""
+        """Return all outputs: tensors stacked in a new first dimension, other leaves in lists."""
         if not self._collected:
             return None
         columns = zip(*(y.leaves for y in self._collected), strict=True)
@@ -56,13 +56,13 @@ class Outputs:
 
 
 class _OutputRows:
-    """One tensor for an output of all steps, which each step's value is copied into as it comes.
+    """One tensor for an output of all steps, into which each step's value is copied.
 
-    Thousands of small tensors that stay, each cut out of memory that a larger one has left, keep an allocator
-    from lending that memory again as a whole: with glibc's, 10,000 outputs of 1.5 KiB took 1,372 MiB.
+    Thousands of small tensors that stay alive, each cut from memory that a larger tensor has freed, keep an
+    allocator from reusing that memory as a whole. With glibc, 10,000 outputs of 1.5 KiB took 1,372 MiB.
 
     Args:
-        steps: how many there are.
+        steps: the number of steps.
     """
 
     __slots__ = ("_rows", "_steps", "_written")
@@ -73,10 +73,10 @@ class _OutputRows:
         self._written = 0
 
     def copied(self, value: Tensor) -> Tensor:
-        """A copy of the next step's ``value`` in its row, with no graph; ``value`` detached if it has none.
+        """Return the next step's ``value`` without a graph, copied to its row if it has one.
 
-        It has none where it differs in shape, dtype or device from the first, or is laid out otherwise than
-        ``torch.stack`` lays out its result.
+        A value has no row if it differs in shape, dtype or device from the first, or has a layout other than
+        the result of ``torch.stack``.
         """
         plain = value.detach()
         if self._rows is None and not self._written and _fits(plain):
@@ -89,7 +89,7 @@ class _OutputRows:
             self._rows, self._written = None, self._steps + 1
             return plain
         place = self._written * plain.numel()
-        # No view of the rows: autograd would take each for a change of all.
+        # Not a view of the rows: autograd would treat a write to it as a write to all rows.
         with torch.no_grad():
             row = torch.empty(0, dtype=plain.dtype, device=plain.device)
             row.set_(rows.untyped_storage(), place, plain.shape, plain.stride())
@@ -98,7 +98,7 @@ class _OutputRows:
         return row
 
     def whole(self) -> Tensor | None:
-        """All rows, if each was written."""
+        """Return all rows, if each was written."""
         return self._rows if self._written == self._steps else None
 
 
@@ -117,7 +117,7 @@ def _kind(value: Tensor) -> tuple[Any, ...]:
 
 
 def _stacked(values: Sequence[Tensor], rows: _OutputRows | None) -> Tensor:
-    """``torch.stack(values)``, without a copy where they are ``rows``."""
+    """Return ``torch.stack(values)``, without a copy if they are ``rows``."""
     whole = None if rows is None else rows.whole()
     if whole is None:
         return torch.stack(tuple(values))
@@ -127,7 +127,7 @@ def _stacked(values: Sequence[Tensor], rows: _OutputRows | None) -> Tensor:
 
 
 class _Stack(torch.autograd.Function):
-    """``torch.stack`` of tensors that lie in one already."""
+    """``torch.stack`` for tensors that are already stacked in memory."""
 
     @staticmethod
     def forward(ctx: Any, whole: list[Tensor], *values: Tensor) -> Tensor:

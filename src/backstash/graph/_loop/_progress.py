@@ -1,4 +1,4 @@
-"""One line on a terminal while a long backward runs."""
+"""A progress line on a terminal while a long backward runs."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _EVERY_SECONDS = 0.5
 
 
 class LoopProgress:
-    """How many of a loop's steps backward has done.
+    """Shows how many of a loop's steps backward has done.
 
     Args:
-        steps: the loop's steps.
-        wanted: ``None``: where stderr is a terminal, and once backward has taken two seconds. ``True``: from
-            the first step on, wherever stderr goes. ``False``: never.
+        steps: the number of steps.
+        wanted: ``None``: only if stderr is a terminal and backward has taken two seconds. ``True``: from the
+            first step on, wherever stderr goes. ``False``: never.
     """
 
     def __init__(self, steps: int, wanted: bool | None) -> None:
@@ -30,7 +30,7 @@ class LoopProgress:
         self._drawn = False
 
     def done(self, remaining: int, evaluations: int) -> None:
-        """A step was reversed, and ``remaining`` are to come."""
+        """Record that a step was reversed and that ``remaining`` steps are left."""
         if not self._on:
             return
         now = time.monotonic()

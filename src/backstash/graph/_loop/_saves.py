@@ -1,4 +1,4 @@
-"""Where that goes which one evaluation of a step saves for its backward: nowhere, or to a stash."""
+"""Where the saved tensors of one evaluation of a step go: nowhere, or to a stash."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ __all__ = ["Again", "Saves"]
 
 
 class Again(Exception):
-    """The step has to be run again: it reaches what was computed outside, or asks for what it saved."""
+    """The step must run again: it uses a tensor that was computed outside, or unpacks what it saved."""
 
 
 class Saves:
-    """What is saved while it is entered; the graph uses it for as long as it lives.
+    """Handles the tensors that are saved while it is entered. The graph uses it as long as it lives.
 
     Args:
-        stash: that holds it; ``None``: it is dropped at once, and ``Again`` is raised where the step asks for
-            it.
-        is_asked: whether the step asks for it, so that it stays in place where no stash holds it.
+        stash: holds the tensors. ``None``: they are dropped at once, and unpacking one raises ``Again``.
+        is_asked: whether the step itself unpacks saved tensors, so that they stay in place if no stash holds
+            them.
     """
 
     def __init__(self, stash: Stash | None, *, is_asked: bool) -> None:
@@ -41,15 +41,15 @@ class Saves:
         self._effects: Effects | None = None
         self._storages: dict[int, int] = {}
         self.is_asked = is_asked
-        """Whether the step asks for what it saved."""
+        """Whether the step itself unpacks saved tensors."""
         self.has_refused = False
-        """Whether the step asked for what was dropped."""
+        """Whether the step tried to unpack a dropped tensor."""
         self.seconds = 0.0
-        """How long it was entered."""
+        """How many seconds it was entered."""
 
     @contextmanager
     def entered(self, effects: Effects | None) -> Iterator[None]:
-        """What is saved inside is held, or dropped, and ``effects`` sees nothing of that."""
+        """Hold or drop the tensors that are saved inside, without ``effects`` seeing that."""
         let_transforms_pass()
         began = time.perf_counter()
         with ExitStack() as stack:
@@ -67,12 +67,12 @@ class Saves:
         self.seconds = time.perf_counter() - began
 
     def steps_aside(self) -> None:
-        """A transform of ``torch.func`` runs without hooks: what it saves stays in place."""
+        """Remove the mode during a transform of ``torch.func``, whose saved tensors stay in place."""
         if self._effects is not None:
             self._effects.leave()
 
     def comes_back(self) -> None:
-        """It has ended."""
+        """Restore the mode after the transform has ended."""
         if self._effects is not None:
             self._effects.come_back()
 
@@ -103,7 +103,7 @@ class Saves:
         return hand_out(packed.get()) if self._outer is None else self._outer.unpack(packed)
 
     def saved_bytes(self, but: Iterable[Tensor] = ()) -> int:
-        """Bytes of the storages that the stash was given, each once, but those of the tensors ``but``."""
+        """Return the bytes of the storages given to the stash, each once, except those of ``but``."""
         known = {each.untyped_storage().data_ptr() for each in but if each.layout is torch.strided}
         return sum(nbytes for address, nbytes in self._storages.items() if address not in known)
 

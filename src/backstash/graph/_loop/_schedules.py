@@ -1,7 +1,7 @@
 """Which states of a loop to hold as snapshots, so that its steps can be run again in reverse order.
 
-Notation: ``n`` steps, at most ``c`` snapshots at once, the loop's first state included. ``beta(c, r)`` is the
-binomial coefficient of ``c + r`` over ``c``: the most steps that ``c`` snapshots reverse when no step is run
+Notation: ``n`` steps, at most ``c`` snapshots at once, including the loop's first state. ``beta(c, r)`` is the
+binomial coefficient of ``c + r`` over ``c``: the most steps that ``c`` snapshots can reverse if no step runs
 ahead more than ``r`` times.
 """
 
@@ -20,19 +20,19 @@ __all__ = ["Binomial", "KeepAll", "Schedule", "TwoLevel", "count_evaluations", "
 
 @runtime_checkable
 class Schedule(Protocol):
-    """What :func:`checkpoint_loop` asks for: any object with these two members will do."""
+    """The interface of a schedule for :func:`checkpoint_loop`: any object with these two members."""
 
     @property
     def keeps_graphs(self) -> bool:
-        """Whether what every step saves is kept, so that no step runs twice. Then nothing else is asked."""
+        """Whether to keep what every step saves. Then no step runs twice, and nothing else is called."""
         ...
 
     def next_snapshot(self, held: Sequence[int], stop: int) -> int | None:
-        """Which state to hold next while the loop runs from the last held one.
+        """Return the next state to hold while the loop runs from the last held one.
 
         Args:
-            held: the steps whose input states are held, in rising order; the loop runs from ``held[-1]``.
-            stop: the steps from ``held[-1]`` to ``stop - 1`` are to be reversed next.
+            held: the steps whose input states are held, in ascending order. The loop runs from ``held[-1]``.
+            stop: the steps from ``held[-1]`` to ``stop - 1`` are reversed next.
 
         Returns:
             A step after ``held[-1]`` and before ``stop``, or ``None`` for no further snapshot.
@@ -48,7 +48,7 @@ class KeepAll:
     """See :class:`Schedule`."""
 
     def next_snapshot(self, held: Sequence[int], stop: int) -> int | None:
-        """No snapshot but the first state."""
+        """Return ``None``: the first state is the only snapshot."""
         return None
 
 
@@ -59,14 +59,14 @@ class Binomial:
     For n steps and c snapshots they are n + r n - C(c + r, c + 1), with the least r that has n <= C(c + r, c).
 
     Raises:
-        UsageError: ``snapshots`` is no whole number of at least 1.
+        UsageError: ``snapshots`` is not a whole number of at least 1.
 
     >>> count_evaluations(Binomial(3), 10), least_evaluations(10, 3)
     (25, 25)
     """
 
     snapshots: int
-    """The most states that are held at once, the loop's first one included."""
+    """The most states that are held at once, including the loop's first one."""
     keeps_graphs: bool = field(default=False, init=False, repr=False)
     """See :class:`Schedule`."""
 
@@ -74,24 +74,24 @@ class Binomial:
         _at_least_one(self.snapshots, "Binomial snapshots")
 
     def next_snapshot(self, held: Sequence[int], stop: int) -> int | None:
-        """Where the best split of the steps that are left is."""
+        """Return the best split of the remaining steps."""
         return _split(held[-1], stop, self.snapshots - len(held))
 
 
 @dataclass(frozen=True, slots=True)
 class TwoLevel:
-    """A snapshot every so many steps, which a stash moves to disk, and binomial ones between two of them.
+    """Coarse snapshots at a fixed distance, which a stash moves to disk, with binomial ones between.
 
-    The coarse snapshots are the oldest, so a stash's budget moves them down first.
+    The coarse snapshots are the oldest, so a stash's budget evicts them first.
 
     Raises:
-        UsageError: a number that is no whole number of at least 1.
+        UsageError: a number is not a whole number of at least 1.
     """
 
     every: int
     """Steps from one coarse snapshot to the next."""
     snapshots: int
-    """The most states held at once between two coarse ones, the coarse one itself included."""
+    """The most states held at once between two coarse snapshots, including the first of these."""
     keeps_graphs: bool = field(default=False, init=False, repr=False)
     """See :class:`Schedule`."""
 
@@ -100,7 +100,7 @@ class TwoLevel:
         _at_least_one(self.snapshots, "TwoLevel snapshots")
 
     def next_snapshot(self, held: Sequence[int], stop: int) -> int | None:
-        """The next coarse one; in the last interval, as :class:`Binomial`."""
+        """Return the next coarse snapshot; in the last interval, the split of :class:`Binomial`."""
         start = held[-1]
         coarse = start - start % self.every + self.every
         if coarse < stop:
@@ -119,7 +119,7 @@ def _beta(snapshots: int, repeats: int) -> int:
 
 
 def _repeats(steps: int, snapshots: int) -> int:
-    """The least ``r`` with ``steps <= beta(snapshots, r)``."""
+    """Return the least ``r`` with ``steps <= beta(snapshots, r)``."""
     if snapshots == 1:
         return steps - 1
     repeats = 0
@@ -138,10 +138,10 @@ def _split(start: int, stop: int, free: int) -> int | None:
 
 
 def least_evaluations(n: int, snapshots: int) -> int:
-    """The least evaluations of a step to run ``n`` steps and reverse them, by the published closed formula.
+    """Return the fewest evaluations that run ``n`` steps and reverse them, by the published closed formula.
 
-    Those that run ahead are ``r n - beta(c + 1, r - 1)``, with the least ``r`` that has ``n <= beta(c, r)``
-    (Griewank and Walther, 2000); and each step runs once more to record what it saves.
+    The evaluations that run ahead are ``r n - beta(c + 1, r - 1)``, with the least ``r`` for which
+    ``n <= beta(c, r)`` (Griewank and Walther, 2000). Each step also runs once more to record what it saves.
 
     >>> [least_evaluations(4, snapshots) for snapshots in (1, 2, 3, 4)]
     [10, 8, 7, 7]
@@ -153,12 +153,12 @@ def least_evaluations(n: int, snapshots: int) -> int:
 
 
 def count_evaluations(schedule: Schedule, n: int) -> int:
-    """How many evaluations of a step ``schedule`` takes for ``n`` steps and their backward, by playing it."""
+    """Return how many evaluations ``schedule`` needs for ``n`` steps and their backward, by simulation."""
     return play(schedule, n)[0]
 
 
 def play(schedule: Schedule, n: int) -> tuple[int, int]:
-    """The evaluations, and the most snapshots that are held at once."""
+    """Return the number of evaluations, and the most snapshots that are held at once."""
     if schedule.keeps_graphs or n == 0:
         return n, 1
     held, evaluations, most = [0], 0, 1
@@ -173,7 +173,7 @@ def play(schedule: Schedule, n: int) -> tuple[int, int]:
 
 
 def checked_next(schedule: Schedule, held: Sequence[int], stop: int) -> int | None:
-    """What the schedule answers. Raises ``UsageError`` for a step that is not between."""
+    """Return the schedule's answer. Raises ``UsageError`` if the step is out of range."""
     following = schedule.next_snapshot(tuple(held), stop)
     if following is None:
         return None

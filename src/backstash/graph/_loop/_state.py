@@ -1,4 +1,4 @@
-"""A loop's state: its tensors and other leaves, their fingerprint, and snapshots of them in a stash."""
+"""A loop's state: its leaves, their fingerprint, and snapshots of them in a stash."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PLAIN = (
 
 
 class StepState:
-    """One state, taken apart: leaves in order, and how they hang together."""
+    """One state as a flat sequence of leaves and their tree structure."""
 
     __slots__ = ("leaves", "structure")
 
@@ -33,7 +33,7 @@ class StepState:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Its tensors, in order; one that it holds twice comes twice."""
+        """Its tensors, in order. A tensor that occurs twice is listed twice."""
         return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
 
     @property
@@ -42,16 +42,16 @@ class StepState:
         return sum(each.nbytes for each in {id(each): each for each in self.tensors}.values())
 
     def whole(self) -> Any:
-        """The object that was taken apart."""
+        """Return the original object."""
         return tree_unflatten(list(self.leaves), self.structure)
 
     def replaced(self, tensors: dict[int, Tensor]) -> StepState:
-        """With other tensors: by the ``id`` of those that they replace."""
+        """Return the state with some tensors replaced, given by the ``id`` of the old tensor."""
         return StepState([tensors.get(id(leaf), leaf) for leaf in self.leaves], self.structure)
 
 
 def flatten(value: Any, name: str) -> StepState:
-    """``value`` as a state. Raises ``UsageError`` for a leaf that may hide tensors."""
+    """Return ``value`` as a state. Raises ``UsageError`` for a leaf that might contain tensors."""
     leaves, structure = tree_flatten(value)
     for leaf in leaves:
         if not isinstance(leaf, (Tensor, *_PLAIN)):
@@ -65,7 +65,7 @@ def flatten(value: Any, name: str) -> StepState:
 
 
 class StepSnapshot:
-    """The state before a step, held as blocks of a stash, and the random numbers' state with it."""
+    """The state before a step, held as blocks of a stash, with the state of the random number generators."""
 
     __slots__ = ("_leaves", "_packed", "_random", "_requires", "_stash", "_state")
 
@@ -80,9 +80,9 @@ class StepSnapshot:
         self._state = StepState(leaves, state.structure)
 
     def load(self) -> tuple[StepState, RandomState]:
-        """The state, to the bit, with no graph, what was a leaf a leaf; and the random numbers' state.
+        """Return the state, bit for bit and without a graph, and the state of the random number generators.
 
-        Raises what :meth:`Stash.unpack` raises.
+        A tensor that was a leaf is a leaf again. Raises the errors of :meth:`Stash.unpack`.
         """
         tensors = {}
         for key, packed in self._packed.items():
@@ -96,7 +96,7 @@ class StepSnapshot:
 
 
 class _Place:
-    """Where a tensor was among the leaves."""
+    """The position of a tensor among the leaves."""
 
     __slots__ = ("number",)
 
@@ -105,7 +105,7 @@ class _Place:
 
 
 def fingerprint(values: Sequence[Any]) -> int:
-    """A number that differs, but for one chance in 2**64, where one bit of ``values`` does."""
+    """Return a number that differs if a bit of ``values`` differs, except with a chance of 1 in 2**64."""
     return hash(tuple(map(_told, values)))
 
 

@@ -1,4 +1,4 @@
-"""One evaluation of a step, what it reaches outside, and its node in the outer graph."""
+"""One evaluation of a step, the outside tensors that it uses, and its node in the outer graph."""
 
 from __future__ import annotations
 
@@ -21,63 +21,63 @@ from ._state import StepState, fingerprint, flatten
 
 __all__ = ["Evaluation", "Face", "Node", "Stepper", "leaves_of"]
 
-Token = Any  # what a leaf of a step's graph stands for: ("state", 0), ("x", 1), or the id of a tensor outside
+Token = Any  # the origin of a leaf: ("state", 0), ("x", 1), or the id of an outside tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Face:
-    """How a step is called, and what it returns."""
+    """The signature of a step: its arguments and its result."""
 
     index: bool
     """Whether it takes the step's number, after the state."""
     xs: bool
-    """Whether it takes an input of its own, after that."""
+    """Whether it takes an input of its own, after the index."""
     ys: bool
     """Whether it returns ``(state, y)``."""
 
 
 @dataclass(slots=True)
 class Evaluation:
-    """What one evaluation of a step gave; while it is held, so is the graph."""
+    """The result of one evaluation of a step. While it is alive, so is the graph."""
 
     inputs: tuple[Any, ...]
-    """The leaves that it was given, the state's and then its own input's."""
+    """The leaves of the state and then of the step's own input."""
     state: StepState
-    """What it returned."""
+    """The new state."""
     y: StepState
-    """What it returned beside."""
+    """The output in addition to the state."""
     uses: Uses
-    """Its edges to outside."""
+    """Its edges to the outside."""
     tokens: dict[Any, Token]
-    """What each place outside stands for."""
+    """The origin of the target of each edge."""
     places: list[int]
-    """Which of the returned leaves have a graph, each tensor once."""
+    """The positions of returned leaves that have a graph, each tensor once."""
     ends: list[Any]
-    """The gradient edges of those."""
+    """The gradient edges of these leaves."""
     mark: int
-    """The fingerprint of what it returned."""
+    """The fingerprint of the returned leaves."""
 
     @property
     def pattern(self) -> int:
-        """Equal for two evaluations that use the same tensors equally often, and whose functions keep the same
-        numbers for backward."""
+        """A hash that is equal for two evaluations that use the same tensors equally often, and whose custom
+        functions keep the same numbers for backward."""
         used = tuple(sorted(repr(self.tokens[k]) for k in self.uses.keys))
         return hash((tuple(self.places), used, self.uses.constants))
 
     def only_graph(self) -> Evaluation:
-        """Itself, without the tensors."""
+        """Return this evaluation without its tensors."""
         self.inputs, self.state, self.y = (), StepState((), None), StepState((), None)
         return self
 
 
 class Stepper:
-    """Calls a step, and finds what it uses."""
+    """Calls a step, and finds the tensors that it uses."""
 
     def __init__(self, step: Callable[..., Any], args: tuple[Any, ...], face: Face) -> None:
         self._step = step
         self._face = face
         self.outside = Aliases()
-        """Stand-ins for tensors that were computed outside: arguments, and what a closure reaches."""
+        """Aliases of tensors that were computed outside: arguments, and tensors in closures."""
         self.closures = False
         """Whether ``step`` reaches such a tensor through a closure."""
         self._begun = sequence_number()
@@ -88,7 +88,7 @@ class Stepper:
         self.tensors: dict[int, tuple[Tensor, int]] = {
             id(each): (each, each._version) for each in self._args.tensors
         }
-        """Tensors from outside that steps use, and the version each had when the loop first ran."""
+        """Outside tensors that steps use, and the version of each when the loop first ran."""
 
     @property
     def arguments(self) -> list[Tensor]:
@@ -96,11 +96,11 @@ class Stepper:
         return self._args.tensors
 
     def outer_tensors(self) -> list[Tensor]:
-        """The tensors from outside that steps were seen to use."""
+        """Return the outside tensors that steps have used so far."""
         return [tensor for tensor, _ in self.tensors.values()]
 
     def run(self, number: int, state: StepState, x: StepState) -> Evaluation:
-        """Evaluate step ``number`` on leaves. Raises ``UsageError`` for what the loop cannot hold."""
+        """Evaluate step ``number`` on leaves. Raises ``UsageError`` if the loop cannot support it."""
         inputs = {id(leaf): leaf for leaf in (*state.tensors, *x.tensors)}
         versions = {key: leaf._version for key, leaf in inputs.items()}
         own = _own_edges(state, x)
@@ -162,7 +162,7 @@ class Stepper:
         raise Again
 
     def _check_outside(self, number: int, tensor: Tensor, own: dict[Key, Token]) -> None:
-        """Raise for a tensor that a step left behind, which would be a new one at each replay."""
+        """Raise for a tensor that another step created, since each replay would create a new one."""
         node: Any = tensor.grad_fn
         if number_of(node) >= self._begun or reaches(tensor, {key[0] for key in own}):
             raise UsageError(
@@ -246,7 +246,7 @@ class Stepper:
 
 
 def _flattened(args: tuple[Any, ...]) -> StepState:
-    """The arguments, taken apart; what is no tensor is handed on as it is."""
+    """Return the arguments as a state; leaves that are not tensors are passed on unchanged."""
     return StepState(*tree_flatten(list(args)))
 
 
@@ -257,12 +257,12 @@ def _address(tensor: Tensor) -> int:
 
 
 def leaves_of(state: StepState) -> StepState:
-    """The same values, where graphs to come end."""
+    """Return the same values as tensors at which graphs end."""
     return state.replaced({id(each): stand_in(each) for each in state.tensors})
 
 
 def _own_edges(state: StepState, x: StepState) -> dict[Key, Token]:
-    """The gradient edges of a step's inputs, and what they stand for."""
+    """Return the gradient edges of a step's inputs, and the origin of each."""
     found: dict[Key, Token] = {}
     for name, leaves in (("x", x.leaves), ("state", state.leaves)):
         for place, leaf in enumerate(leaves):
@@ -273,7 +273,7 @@ def _own_edges(state: StepState, x: StepState) -> dict[Key, Token]:
 
 
 class Node(torch.autograd.Function):
-    """A step in the outer graph: an input for each use of a tensor from outside the step."""
+    """A step's node in the outer graph, with one input for each use of an outside tensor."""
 
     @staticmethod
     def forward(

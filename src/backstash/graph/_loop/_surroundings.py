@@ -1,4 +1,4 @@
-"""What a step sees beside its arguments: random numbers, autocast, the settings that choose a kernel."""
+"""What a step depends on, in addition to its arguments: random numbers, autocast, kernel settings."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ __all__ = ["RandomState", "Surroundings"]
 
 @dataclass(frozen=True, slots=True)
 class RandomState:
-    """The states of torch's random number generators: the CPU's, and those of some devices."""
+    """The states of torch's random number generators, for the CPU and for some devices."""
 
     cpu: Tensor
-    """The CPU's."""
+    """The state of the CPU's generator."""
     devices: tuple[tuple[torch.device, Tensor], ...]
-    """The devices' own."""
+    """The states of the devices' generators."""
 
     @classmethod
     def now(cls, devices: Iterable[torch.device]) -> RandomState:
-        """As they are at present."""
+        """Return the present states."""
         states = [(each, torch.get_device_module(each).get_rng_state(each)) for each in devices]
         return cls(torch.get_rng_state(), tuple(states))
 
     def restore(self) -> None:
-        """Make them what they were."""
+        """Restore these states."""
         torch.set_rng_state(self.cpu)
         for device, state in self.devices:
             torch.get_device_module(device).set_rng_state(state, device)
 
 
 class Surroundings:
-    """Autocast and the settings as they are now, and the devices whose random numbers count."""
+    """The present autocast state and settings, and the devices whose random numbers count."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self.devices = list(
@@ -61,12 +61,12 @@ class Surroundings:
 
     @property
     def casts_are_cached(self) -> bool:
-        """Whether autocast keeps one cast of a weight for all its uses."""
+        """Whether autocast caches one cast of a weight for all its uses."""
         return self.cache and any(each["enabled"] for each in self.autocast)
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """With gradients on, and autocast as it was, without its cache."""
+        """A context with gradients enabled and with the recorded autocast state, without its cache."""
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
             for each in self.autocast:
@@ -76,7 +76,7 @@ class Surroundings:
 
     @contextmanager
     def replaying(self) -> Iterator[None]:
-        """:meth:`entered`, with those settings; the random numbers are afterwards what they were before."""
+        """Like :meth:`entered`, also with the recorded settings. Restores the random numbers at the end."""
         before = RandomState.now(self.devices)
         try:
             with settings.put(self._settings), self.entered():
