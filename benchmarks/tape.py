@@ -2,16 +2,23 @@
 """What recording operations takes: time for each, and memory of what a program drops meanwhile.
 
     python benchmarks/tape.py [--runs N]
+    python benchmarks/tape.py --forward      peak memory of a model's forward with hooks, and recorded, too
 
 Time: an unrolled LSTMCell of small tensors, plain, under a dispatch mode that does nothing, and under a tape of
 a module and of a context, in turns: the least of the runs, divided by the operations that a tape notes. Memory:
 the process's resident bytes after 300 pairs of tensors of 1 MiB were computed under each and dropped, each in a
 process of its own.
+
+``--forward``: the models of ``backstash bench``, each in processes of its own, the median of three. All saved
+tensors stay in memory, under hooks only, and under hooks and a tape of the whole forward.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
+import os
+import statistics
 import subprocess
 import sys
 import time
@@ -23,11 +30,17 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from backstash import Stash
 from backstash._recompute.blocks import MOST_OPERATIONS
 from backstash._recompute.tape import Tape
+from backstash.cli._resident import reset_resident_peak, resident_peak_bytes
+from bench._workloads import WORKLOADS, call
 
 WAYS = ("plain", "a mode", "a module's tape", "a context's tape")
 PAIRS, SIDE, STEPS = 300, 512, 100
+RETURNS = {
+    "MALLOC_MMAP_THRESHOLD_": "65536"
+}  # glibc returns what is freed, so a peak is of tensors
 
 
 class Nothing(TorchDispatchMode):
@@ -77,12 +90,51 @@ def seconds(way: str, cell: nn.LSTMCell, x: torch.Tensor) -> tuple[float, int]:
         return took, tape._count if tape is not None else 0
 
 
+def forward_peak(name: str, way: str) -> int:
+    """The peak of the process in a forward, in KiB, after a whole step."""
+    torch.manual_seed(0)
+    workload = WORKLOADS[name]()
+    for recorded in (False, way != "plain"):
+        gc.collect()
+        reset_resident_peak()
+        with Stash(keep="1TiB"), under("a module's tape" if recorded else "plain"):
+            loss = workload.model(*workload.inputs, call)
+        peak = resident_peak_bytes()
+        loss.backward()
+        del loss
+    return peak >> 10
+
+
+def forward() -> None:
+    """The table of ``--forward``."""
+    print(f"{'forward, peak in MiB':22}{'hooks':>8}{'recorded':>10}{'ratio':>8}")
+    for name in WORKLOADS:
+        peaks: dict[str, list[int]] = {"plain": [], "a module's tape": []}
+        for _ in range(3):
+            for way, of in peaks.items():
+                command = [sys.executable, __file__, "--forward-of", name, way]
+                ran = subprocess.run(
+                    command, capture_output=True, text=True, check=True, env=os.environ | RETURNS
+                )
+                of.append(int(ran.stdout))
+        hooks, recorded = (statistics.median(each) for each in peaks.values())
+        print(f"{name:22}{hooks / 1024:8.0f}{recorded / 1024:10.0f}{recorded / hooks:8.3f}")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--runs", type=int, default=40)
     parser.add_argument("--memory", choices=WAYS, help=argparse.SUPPRESS)
+    parser.add_argument("--forward", action="store_true", help="peaks of models' forwards instead")
+    parser.add_argument("--forward-of", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.forward_of:
+        print(forward_peak(*options.forward_of))
+        return 0
+    if options.forward:
+        forward()
+        return 0
     if options.memory:
         print(memory(options.memory))
         return 0
