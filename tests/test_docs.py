@@ -82,11 +82,11 @@ def test_change_log_begins_with_the_version() -> None:
         *("_budget", "_core", "_recompute"),
     ],
 )
-def test_every_file_of_a_layer_is_in_its_table(part: str) -> None:
-    """And each that a table names is there."""
+def test_every_file_of_a_layer_is_in_its_list(part: str) -> None:
+    """And each that a list names is there."""
     page = (ROOT / "docs/explanation/files.md").read_text(encoding="utf-8")
-    table = page.partition(f"## `{part}`\n")[2].partition("\n## ")[0]
-    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    items = page.partition(f"## `{part}`\n")[2].partition("\n## ")[0]
+    rows = [line.partition(":")[0] for line in items.splitlines() if line.startswith("- `")]
     named = [name for row in rows for name in re.findall(r"`(\w+\.py)`", row)]
     files = {path.name for path in (ROOT / "src/backstash" / part).glob("*.py")}
     assert sorted(named) == sorted(files - {"__init__.py"})
