@@ -39,7 +39,7 @@ from bench._workloads import WORKLOADS, call
 WAYS = ("plain", "a mode", "a module's tape", "a context's tape")
 PAIRS, SIDE, STEPS = 300, 512, 100
 RETURNS = {
-    "MALLOC_MMAP_THRESHOLD_": "65536"
+    "MALLOC_MMAP_THRESHOLD_": "1048576"
 }  # glibc returns what is freed, so a peak is of tensors
 
 
