@@ -1,0 +1,159 @@
+"""What a stash asks of an accelerator, counted on one that the CPU plays."""
+
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from backstash import Stash
+from backstash._torch import modules
+from backstash.testing import CountedDevice, stash_on
+
+KEYS = {
+    "kernels",
+    "copies_down",
+    "copies_up",
+    "event_records",
+    "stream_waits",
+    "event_queries",
+    "record_stream",
+    "host_syncs",
+    "memory_queries",
+}
+NBYTES = 128 * 256 * 4
+
+
+class Net(nn.Module):
+    """Its forward iterates a list of blocks."""
+
+    def __init__(self, blocks):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(blocks)
+        )
+
+        self.trained = list(self.parameters())
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def step(net, stash, seed=0):
+    x = torch.randn(128, 256, generator=torch.Generator().manual_seed(seed))
+    with stash:
+        loss = net(x).sum()
+    return [loss.detach(), *torch.autograd.grad(loss, net.trained)]
+
+
+def counted(blocks, options, *, recompute=False, steps=12):
+    """The device's counts of each step, which have plain PyTorch's gradients."""
+    device, net = CountedDevice(), Net(blocks)
+    stash, found = stash_on(device, min_bytes=0, host="64MiB", **options), []
+    if recompute:
+        stash.recompute(*net.blocks)
+    for seed in range(steps):
+        _ = stash.plan
+        device.counts.clear()
+        assert all(map(torch.equal, step(net, stash, seed), step(net, Stash(), seed)))
+        found.append(dict(device.counts))
+    stash.close()
+    return found
+
+
+@pytest.mark.filterwarnings("ignore::backstash.StashWarning")  # the windows take more
+@pytest.mark.parametrize(
+    ("options", "recompute"),
+    [({}, False), ({"keep": "1GiB"}, False), ({"budget": 14 * NBYTES}, False), ({}, True)],
+)
+def test_gradients_are_plain_pytorch_s_and_the_keys_are_the_documented_ones(options, recompute):
+    found = counted(8, options, recompute=recompute)
+    assert set().union(*found) <= KEYS
+    assert found[-1], "it is asked for something"
+
+
+def test_each_copy_is_counted():
+    for blocks in (3, 5):
+        last = counted(blocks, {"inflight": 2 * NBYTES})[-1]
+        assert last["copies_down"] == 2 * blocks  # what each linear and each activation is given
+        assert last["copies_up"] > blocks
+
+
+def test_a_step_that_fits_asks_nothing_for_each_block():
+    few, many = (
+        min(counted(blocks, {"budget": "64MiB"}, steps=16)[-6:], key=lambda of: sum(of.values()))
+        for blocks in (3, 9)
+    )
+    assert few == many
+    assert not few.get("host_syncs") and not few.get("kernels")
+
+
+def test_what_is_recomputed_needs_no_synchronization():
+    last = counted(4, {}, recompute=True)[-1]
+    assert not last.get("host_syncs") and not last.get("kernels")
+
+
+def test_a_step_under_a_budget_opens_no_file():
+    opened, is_on = [], [False]
+    sys.addaudithook(lambda event, given: is_on[0] and event == "open" and opened.append(given[0]))
+    device, net = CountedDevice(), Net(4)
+    stash = stash_on(device, budget="64MiB", min_bytes=0, host="64MiB")
+    for _ in range(8):
+        step(net, stash)
+        _ = stash.plan
+    is_on[0] = True
+    step(net, stash)
+    is_on[0] = False
+    stash.close()
+    assert not opened
+
+
+def test_a_module_below_a_list_is_searched_for_once(monkeypatch):
+    searched, named = [], nn.Module.named_modules
+
+    def named_modules(module, *given, **more):
+        if not given and not more:  # else it calls itself
+            searched.append(module)
+        return named(module, *given, **more)
+
+    device, net = CountedDevice(), Net(4)
+    stash = stash_on(device, min_bytes=0, host="64MiB")
+    step(net, stash)
+    monkeypatch.setattr(nn.Module, "named_modules", named_modules)
+    step(net, stash)
+    assert not searched
+    net.blocks = nn.ModuleList(reversed(net.blocks))  # the paths lead to other modules
+    step(net, stash)
+    assert len(searched) == 4
+    assert modules.module_path([net, net.blocks[0]]) == "blocks.0"
+    stash.close()
+
+
+def test_an_event_has_ended_once_the_host_waited_or_enough_more_were_recorded():
+    device = CountedDevice(ahead=2)
+    stream = device.stream()
+    first, second = stream.record_event(), stream.record_event()
+    assert not first.query() and not second.query()
+    second.synchronize()
+    assert first.query() and second.query()
+    third = stream.record_event()
+    assert not third.query()
+    stream.record_event(), stream.record_event()
+    assert third.query()
+    assert device.counts["host_syncs"] == 1 and device.counts["event_queries"] == 6
+
+
+def test_what_it_holds_is_what_the_stash_holds():
+    device = CountedDevice()
+    stash = stash_on(device, min_bytes=0, host="64MiB", keep="1GiB")
+    x = torch.ones(128, 256, requires_grad=True)
+    with stash:
+        y = x.exp()
+    assert device.memory().held_bytes == NBYTES
+    y.sum().backward()
+    del y
+    stash.stats()
+    assert device.memory().held_bytes == 0 and device.memory().peak_bytes == NBYTES
+    stash.close()
