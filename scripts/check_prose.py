@@ -3,8 +3,8 @@
     python scripts/check_prose.py
 
 Print the ten worst faults, and exit with status 1 if there are any. A fault is a sentence of more than 40
-words, a page of more than 1,500 words, or a word that this project used in a meaning of its own.
-``tests/test_docs.py`` runs the same check with a list of exceptions.
+words, a page of more than 1,500 words, more than 24,000 words in all pages together, or a word that this
+project used in a meaning of its own. ``tests/test_docs.py`` runs the same check.
 """
 
 import ast
@@ -17,12 +17,22 @@ from typing import NamedTuple
 
 import check_links
 
-__all__ = ["Fault", "docstrings", "faults_of_docstring", "faults_of_page", "pages", "worst"]
+__all__ = [
+    "Fault",
+    "docstrings",
+    "faults_of_all",
+    "faults_of_docstring",
+    "faults_of_page",
+    "pages",
+    "words_of",
+    "worst",
+]
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src"
 MOST_SENTENCE_WORDS = 40
 MOST_PAGE_WORDS = 1_500
+MOST_WORDS = 24_000  # of all pages together
 
 # Each pattern, and what to write instead. Code is not searched.
 PRIVATE_WORDS = {
@@ -73,12 +83,24 @@ def faults_of_page(page: Path) -> list[Fault]:
     name = str(page.relative_to(ROOT)) if page.is_relative_to(ROOT) else page.name
     lines = [line for _, line in check_links.prose(page)]
     found = _faults_of(name, lines)
-    words = sum(_count(text) for text in _parts(lines))
+    words = words_of(page)
     if words > MOST_PAGE_WORDS:
         found.append(
             Fault(words, name, f"{words} words; a page has at most {MOST_PAGE_WORDS:,}: divide it")
         )
     return found
+
+
+def words_of(page: Path) -> int:
+    """Return how many words a page has, without its examples."""
+    return sum(_count(text) for text in _parts([line for _, line in check_links.prose(page)]))
+
+
+def faults_of_all(pages: list[Path]) -> list[Fault]:
+    """Return what is wrong with all pages together: there are too many words."""
+    words = sum(map(words_of, pages))
+    what = f"{words} words; all pages together have at most {MOST_WORDS:,}: shorten some"
+    return [Fault(words, "docs", what)] if words > MOST_WORDS else []
 
 
 def faults_of_docstring(name: str, text: str) -> list[Fault]:
@@ -232,6 +254,7 @@ def _count(text: str) -> int:
 
 def main() -> int:
     found = [fault for page in pages() for fault in faults_of_page(page)]
+    found += faults_of_all(pages())
     found += [fault for each in docstrings() for fault in faults_of_docstring(*each)]
     print(worst(found) or "no faults")
     return 1 if found else 0

@@ -105,9 +105,17 @@ def prose_faults() -> dict[str, list[check_prose.Fault]]:
         str(page.relative_to(ROOT)): check_prose.faults_of_page(page)
         for page in check_prose.pages()
     }
+    found["docs"] = check_prose.faults_of_all(check_prose.pages())
     for name, text in check_prose.docstrings():
         found.setdefault(name, []).extend(check_prose.faults_of_docstring(name, text))
     return {where: faults for where, faults in found.items() if faults}
+
+
+def test_too_many_words_in_all_are_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not check_prose.faults_of_all(check_prose.pages())
+    monkeypatch.setattr(check_prose, "MOST_WORDS", 10)
+    (fault,) = check_prose.faults_of_all(check_prose.pages())
+    assert "words; all pages together have at most 10" in fault.what
 
 
 def test_pages_and_public_docstrings_are_plain() -> None:
