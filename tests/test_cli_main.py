@@ -349,6 +349,17 @@ def test_the_first_line_says_whether_it_was_worth_it(figures: dict[str, Any], sa
             "a step took 1.5 s, 0.05 s of it waiting; 225 MiB moved, 10 MiB stayed in memory a step",
         ),
         (
+            figures_of(
+                **MOVED,
+                stayed_bytes=20 << 20,
+                left={
+                    "x": {"count": 1, "nbytes": 40 << 20},
+                    "not recomputed: y": {"count": 1, "nbytes": 80 << 20},
+                },
+            ),
+            "a step took 1.5 s, 0.05 s of it waiting; 225 MiB moved, 15 MiB stayed in memory a step",
+        ),
+        (
             figures_of(**MOVED, recomputed_bytes=80 << 20)
             | {"steps": {"count": 0, "median_seconds": None}},
             "6.0 s, 0.2 s of them waiting; 900 MiB moved, 80 MiB recomputed",

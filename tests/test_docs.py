@@ -189,7 +189,8 @@ def test_every_public_name_s_docstring_is_looked_at() -> None:
     assert inspect.getdoc(backstash.Stash.plan) in named["backstash.Stash"]
     assert "Its element type." in named["backstash.SavedTensor"]
     assert any(
-        text.startswith("What ``Stash(policy=)``") for text in named["backstash.policy.Policy"]
+        text.startswith("A value for ``Stash(policy=)``")
+        for text in named["backstash.policy.Policy"]
     )
 
 

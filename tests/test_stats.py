@@ -4,6 +4,7 @@ from types import SimpleNamespace as Of
 
 import pytest
 import torch
+from torch import nn
 
 from backstash import Stash
 from backstash._core.admission import SMALL
@@ -155,4 +156,24 @@ def test_a_small_block_counts_as_what_it_is_and_not_as_its_segment(disk_dir):
     assert f"file {format_bytes(stats.disk_file_bytes)}" in str(stats)
     y.sum().backward()
     del y
+    stash.close()
+
+
+def test_what_is_saved_moves_or_is_recomputed_or_stays(disk_dir):
+    """Also where a module is recomputed: what it saves is none of the blocks."""
+
+    class Erf(nn.Module):
+        def forward(self, x):
+            return x.erf().erf().erf()
+
+    first, second = Erf(), Erf()
+    x = torch.ones(512, 512, requires_grad=True)
+    with Stash(keep="2MiB", disk=disk_dir, min_bytes=0) as stash:
+        stash.recompute(first)
+        loss = second(first(x * 2)).sum()
+    loss.backward()
+    stats = stash.stats()
+    assert stats.recomputed_bytes == 2 << 20, "the input of the first is held"
+    assert stats.eligible_bytes == 4 << 20
+    assert stats.stayed_bytes == 2 << 20 and stats.written_bytes == 2 << 20
     stash.close()

@@ -52,6 +52,8 @@ class Stats:
     """Bytes that they were packed to. They count as held wherever they are."""
     recomputed_bytes: int
     """Bytes discarded so far, to be recomputed in backward: of blocks, and of modules' saves."""
+    stayed_bytes: int
+    """Bytes of the blocks so far that stayed in memory: not moved, recomputed or freed by packing."""
     keep_bytes: int
     """Bytes held in memory now."""
     keep_peak_bytes: int
@@ -141,7 +143,7 @@ class Stats:
     def _hooks_off_line(self) -> list[str]:
         if not self.hooks_off:
             return []
-        times = f"{self.hooks_off} times for the rest of a context, whose step fits twice"
+        times = f"{self.hooks_off} times for the rest of a context, whose step fits"
         return [f"  hooks off  {times}: PyTorch alone holds it"]
 
     def __str__(self) -> str:
@@ -239,16 +241,22 @@ def collect(
     forward_stalls += [tier.stall_seconds for tier in below]
     unfilled = sum(tier.unfilled_bytes() for tier in below)
     on_disk = store.used_bytes - unfilled if store is not None else 0
+    packers = [tiers.packer for tiers in session.device_tiers]
+    packed = sum(packer.packed_bytes for packer in packers)
+    payload = sum(packer.payload_bytes for packer in packers)
+    recomputed = sum(packer.recomputed_bytes for packer in packers)
+    written = sum(evictor.inflight.written_bytes for evictor in evictors)
+    gone = written + recomputed + packed - payload
     return Stats(
         name=name,
         saves=counts.saves + counts.small_saves + counts.fitting_saves,
         blocks=session.blocks_alive,
         eligible_bytes=admission.eligible_bytes,
         deduplicated_bytes=admission.deduplicated_bytes,
-        packed_bytes=sum(tiers.packer.packed_bytes for tiers in session.device_tiers),
-        payload_bytes=sum(tiers.packer.payload_bytes for tiers in session.device_tiers),
-        recomputed_bytes=sum(tiers.packer.recomputed_bytes for tiers in session.device_tiers)
-        + admission.discarded_bytes,
+        packed_bytes=packed,
+        payload_bytes=payload,
+        recomputed_bytes=recomputed + admission.discarded_bytes,
+        stayed_bytes=max(0, admission.eligible_bytes - gone),
         moved_again_bytes=admission.moved_again_bytes,
         keep_bytes=sum(evictor.resident.nbytes for evictor in evictors),
         keep_peak_bytes=sum(evictor.resident.peak_bytes for evictor in evictors),
@@ -261,7 +269,7 @@ def collect(
         inflight_peak_bytes=sum(evictor.inflight.peak_bytes for evictor in evictors),
         ahead_bytes=sum(prefetcher.ahead.nbytes for prefetcher in prefetchers),
         ahead_peak_bytes=sum(prefetcher.ahead.peak_bytes for prefetcher in prefetchers),
-        written_bytes=sum(evictor.inflight.written_bytes for evictor in evictors),
+        written_bytes=written,
         read_bytes=sum(prefetcher.read_bytes for prefetcher in prefetchers),
         pack_stall_seconds=sum(forward_stalls),
         unpack_stall_seconds=sum(prefetcher.stall_seconds for prefetcher in prefetchers),

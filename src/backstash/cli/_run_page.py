@@ -159,7 +159,7 @@ def _split(stats: dict[str, Any]) -> dict[str, Any]:
     down = stats["written_bytes"]
     again = stats["recomputed_bytes"]
     packed, payload = stats["packed_bytes"], stats["payload_bytes"]
-    stayed = max(0, stats["eligible_bytes"] - down - again - (packed - payload))
+    stayed = stats["stayed_bytes"]
     parts = [
         {"name": "went down", "bytes": down, "key": "disk"},
         {

@@ -152,8 +152,7 @@ def _let_go(stats: dict[str, Any]) -> list[str]:
     lines = []
     if again:
         lines.append(
-            f"recomputed {format_bytes(again)}, {again / stats['eligible_bytes']:.0%} of what could move: let "
-            "go in forward and computed again in backward"
+            f"recomputed {format_bytes(again)}: discarded in forward, and computed again in backward"
         )
     if packed:
         payload = format_bytes(stats["payload_bytes"])

@@ -9,6 +9,7 @@ from ..units import format_bytes
 __all__ = ["CHILDREN", "GOOD_ENDS", "largest", "only_line", "step_line", "verdict"]
 
 _WORTH_MOVING = 0.05  # of the peak: two runs of one script may differ by as much
+_KEPT_ITS_SIZE = ("not packed: ", "not recomputed: ")  # such a tensor may have moved
 GOOD_ENDS = ("finished", "exit 0", "SIGTERM")
 """Outcomes of a script that did not fail; SIGTERM is not an error of the script."""
 CHILDREN = (
@@ -138,8 +139,11 @@ def step_line(figures: dict[str, Any]) -> str:
         "moved": stats["written_bytes"],
         "recomputed": stats["recomputed_bytes"],
         "packed": stats["packed_bytes"],
-        "stayed in memory": sum(
-            each["nbytes"] for reason, each in stats["left"].items() if "parameter" not in reason
+        "stayed in memory": stats.get("stayed_bytes", 0)
+        + sum(
+            each["nbytes"]
+            for reason, each in stats["left"].items()
+            if "parameter" not in reason and not reason.startswith(_KEPT_ITS_SIZE)
         ),
     }
     shown = [f"{format_bytes(each // (count or 1))} {name}" for name, each in parts.items() if each]
