@@ -104,7 +104,7 @@ try:
             loss = second(x.detach().to(there).exp()).square().mean()
         loss.backward()
 except Exception as error:
-    assert "made for another model" in str(error), error
+    assert "does not match this model" in str(error), error
 else:
     raise AssertionError("it is of no class of the plan")
 """)
@@ -121,7 +121,7 @@ gradients(on_cpu, x, stash)
 try:
     gradients(on_cpu, x, stash)
 except Exception as error:
-    assert "made for another model" in str(error), error
+    assert "does not match this model" in str(error), error
 else:
     raise AssertionError("it is followed by nobody")
 """)
@@ -212,7 +212,7 @@ from backstash._tiers import packing
 tried = []
 def full(self, storage):
     tried.append(storage)
-    raise torch.OutOfMemoryError("no room for a fingerprint")
+    raise torch.OutOfMemoryError("no space for a fingerprint")
 packing.Packer._mark = full
 first, x = flat(model(here, 0)), torch.randn(256, 64).to(here)
 true = gradients(first, x)
