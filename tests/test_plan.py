@@ -370,7 +370,7 @@ def test_a_plan_for_another_model_is_refused_in_the_second_step(memory, tmp_path
     other = memory(plan=plan, disk=tmp_path)
     net = nn.Sequential(nn.Tanh(), nn.Tanh())
     step(net, other)
-    with pytest.raises(UsageError, match="made for another model"):
+    with pytest.raises(UsageError, match="does not match this model"):
         step(net, other)
 
 
@@ -387,7 +387,7 @@ def test_a_plan_for_a_batch_of_another_size_is_refused(memory, tmp_path):
         loss.backward()
 
     run()
-    with pytest.raises(UsageError, match="or for a batch of another size"):
+    with pytest.raises(UsageError, match="or this batch size"):
         run()
 
 

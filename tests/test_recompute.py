@@ -294,7 +294,7 @@ def test_a_weight_that_changed_since_forward_raises(change, known):
             net(x).sum().backward()
         loss = net(x).sum()
         change(net)
-        with pytest.raises(InplaceError, match=r"give other bits|cannot be computed again"):
+        with pytest.raises(InplaceError, match=r"gave different bits|cannot be recomputed"):
             loss.backward()
 
 
@@ -703,7 +703,7 @@ def test_what_a_kernel_that_is_not_seen_changes_later_raises():
     with stash.recompute(net):
         net(x * 2).sum().backward()
         net.fill = 1.0
-        with pytest.raises(InplaceError, match="give other bits"):
+        with pytest.raises(InplaceError, match="gave different bits"):
             net(x * 2).sum().backward()
 
 
@@ -1007,7 +1007,7 @@ def test_on_an_accelerator_other_bits_are_told_before_they_are_used():
     stepped = []
     weight.register_post_accumulate_grad_hook(lambda each: stepped.append(each))
     for _ in range(2):
-        with pytest.raises(InplaceError, match="give other bits"):
+        with pytest.raises(InplaceError, match="gave different bits"):
             loss.backward(retain_graph=True)
     assert not stepped
 
@@ -1298,7 +1298,7 @@ def test_values_that_have_other_bits_under_a_mode_raise(values):
     stash = stash_of()
     with (
         stash.recompute(net := Net()),
-        pytest.raises(UsageError, match="other bits while operations"),
+        pytest.raises(UsageError, match="cannot tell whether torch"),
     ):
         net(x, matrix)
     assert not dispatch_modes()
@@ -1400,7 +1400,7 @@ def test_a_weight_that_was_changed_unseen_is_told_where_only_parts_are_saved():
         net(x).sum().backward()
         loss = net(x).sum()
         net.bias.data.add_(1)
-        with pytest.raises(InplaceError, match="give other bits"):
+        with pytest.raises(InplaceError, match="gave different bits"):
             loss.backward()
 
 
@@ -1472,7 +1472,7 @@ def test_all_bytes_are_compared_where_that_is_asked_for():
             x = base * 1
             loss = net(x).sum()
             x.detach().numpy()[200, 7] += 1
-            with pytest.raises(InplaceError, match="other bits"):
+            with pytest.raises(InplaceError, match="gave different bits"):
                 loss.backward()
     assert stash.stats().recomputed_bytes
 

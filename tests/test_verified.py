@@ -198,9 +198,7 @@ def test_a_write_that_was_undone_while_the_bytes_were_copied():
         stash._session.device_tiers[0].evictor.inflight.finish(stash._thread_state())
         held.data.fill_(1.0)
         second = x * held
-    with pytest.raises(
-        InplaceError, match=r"shape \(300, 300\) that no module saved .*written by what"
-    ):
+    with pytest.raises(InplaceError, match=r"shape \(300, 300\) that no module saved are unknown"):
         gradients(second, x)
     del first, second, third
     stash.close()

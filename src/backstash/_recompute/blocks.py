@@ -302,7 +302,7 @@ class Replay:
         return _Recomputation(self, block.dtype, tuple(owned), fingerprint)
 
     def __repr__(self) -> str:
-        return f"{self._slice.name} computed again"
+        return f"recomputing {self._slice.name}"
 
 
 class _Recomputation(Derivation):
