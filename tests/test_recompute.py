@@ -686,7 +686,7 @@ def test_what_a_replay_gives_other_bits_for_is_held_and_said():
     with stash.recompute(net):
         for _ in range(3):
             assert are_same(torch.autograd.grad(net(x * 2).sum(), x), want)
-    assert "not recomputed: computed again it has other bits" in stash.stats().left
+    assert "not recomputed: recomputing it gives different bits" in stash.stats().left
 
 
 def test_what_a_kernel_that_is_not_seen_changes_later_raises():
@@ -1227,7 +1227,8 @@ def test_a_module_in_a_checkpoint_is_left_to_it():
     assert all(map(torch.equal, run(stash), run(None)))
     reasons = stash.stats().left
     assert (
-        "not recomputed: torch.utils.checkpoint is around it, and runs it again itself" in reasons
+        "not recomputed: it is inside torch.utils.checkpoint, which already recomputes it"
+        in reasons
     )
 
 
@@ -1251,7 +1252,7 @@ def test_a_stash_that_is_dropped_lets_go_of_the_modules_that_it_recomputed():
     third = Stash(min_bytes=0)
     assert not run(third)
     (reason,) = (each for each in third.stats().left if "another stash" in each)
-    assert "remove() what that one's recompute() returned" in reason
+    assert "call remove() on the handle that its recompute() returned" in reason
 
 
 def test_a_graph_keeps_what_runs_again_for_it():
@@ -1414,7 +1415,7 @@ def test_data_in_a_buffer_of_numpy_s_that_is_used_again_is_told():
             array[:] = step + 1
             loss = net(torch.from_numpy(array)).sum()
             array[500] = 7
-            with pytest.raises(InplaceError, match="data of shape"):
+            with pytest.raises(InplaceError, match="an input of shape"):
                 loss.backward()
 
 

@@ -652,7 +652,7 @@ def test_an_input_of_another_stash_is_not_relied_on():
         loss = (y @ weight).sum()
     loss.backward()
     assert stash.stats().recomputed_bytes == 0
-    assert "not recomputed: what made it was not seen" in stash.stats().left
+    assert "not recomputed: the operation that computed it was not recorded" in stash.stats().left
 
 
 def test_a_chain_has_a_most():
@@ -663,7 +663,7 @@ def test_a_chain_has_a_most():
             y = y.sin()
         y.sum().backward()
     assert stash.stats().recomputed_bytes == MOST_BLOCKS * x.nbytes
-    (reason,) = [each for each in stash.stats().left if "one after another" in each]
+    (reason,) = [each for each in stash.stats().left if "in a chain of recomputed tensors" in each]
     assert stash.stats().left[reason].nbytes == x.nbytes
 
 
@@ -675,7 +675,9 @@ def test_an_operation_that_is_far_from_what_was_saved_is_not_called_again():
             y = y + 1
         y.sin().sum().backward()
     assert stash.stats().recomputed_bytes == 0
-    reason = f"it is {MOST_OPERATIONS + 1} operations away from what is held, more than "
+    reason = (
+        f"it takes {MOST_OPERATIONS + 1} operations to compute it from saved tensors, more than "
+    )
     assert f"not recomputed: {reason}{MOST_OPERATIONS}" in stash.stats().left
 
 
