@@ -335,7 +335,7 @@ def test_a_plan_that_is_not_made_yet_is_not_saved(memory, tmp_path):
     stash = memory(budget=OTHER + SAVED, disk=tmp_path)
     step(model(), stash)
     assert stash.plan.state == "measuring"
-    with pytest.raises(UsageError, match="three steps are measured first"):
+    with pytest.raises(UsageError, match="the first three steps are measured"):
         stash.plan.save(tmp_path / "plan.json")
     assert not (tmp_path / "plan.json").exists()
     stash.close()
@@ -2037,7 +2037,7 @@ def test_a_damaged_plan_is_refused_in_one_line(memory, tmp_path, damage):
         values[name] = [{**values[name][0], **value[0]}] if is_list else value
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(values))
-    with pytest.raises(UsageError, match="is no plan"):
+    with pytest.raises(UsageError, match="is not a plan"):
         Stash(plan=path, disk=tmp_path)
 
 
@@ -2049,7 +2049,7 @@ def test_what_is_neither_a_plan_nor_a_path_is_refused(tmp_path, given):
 
 def test_a_file_that_is_no_plan_is_refused(tmp_path):
     path = tmp_path / "plan.json"
-    with pytest.raises(UsageError, match=r"no plan; allowed.*No such file"):
+    with pytest.raises(UsageError, match=r"not a plan; allowed.*No such file"):
         Stash(plan=path)
     values = Plan(1 << 30, "planned", left_after=3).as_dict()
     wrong = [json.dumps({**values, "left_after": each}) for each in ("3", -1, True, 0.5)]
@@ -2059,7 +2059,7 @@ def test_a_file_that_is_no_plan_is_refused(tmp_path):
     ]
     for text in ("nonsense", "{}", "[]", '{"format": "backstash plan 1"}', *wrong):
         path.write_text(text)
-        with pytest.raises(UsageError, match="no plan; allowed"):
+        with pytest.raises(UsageError, match="not a plan; allowed"):
             Stash(plan=path)
 
 
@@ -2102,7 +2102,7 @@ def test_other_budgets_are_planned_from_the_same_step(memory, tmp_path):
     plan.save(path)
     with pytest.raises(UsageError, match="has no measured step"):
         Plan.load(path).at("1GiB")
-    with pytest.raises(UsageError, match="no trace"):
+    with pytest.raises(UsageError, match="not the trace"):
         Plan.from_trace({"format": 1}, "1GiB")
 
 
