@@ -62,7 +62,7 @@ class PlanSession:
         measured = self._planned()
         if measured is None:
             for note in self._stash.stats().notes:
-                if note.startswith("no plan could be made"):
+                if note.startswith("planning failed"):
                     say(f"backstash plan: {note}")
             say(
                 f"backstash plan: the script ended before its fourth step had begun ({outcome}): nothing was "
