@@ -107,5 +107,5 @@ def test_plans_take_them_into_account(tmp_path: Path) -> None:
 def test_off():
     assert recompute_of([]) == recompute_of(["blocks.*"]) == "auto"
     assert recompute_of(["off"]) is False
-    with pytest.raises(UsageError, match="--recompute off beside"):
+    with pytest.raises(UsageError, match="--recompute off with"):
         recompute_of(["off", "blocks.*"])

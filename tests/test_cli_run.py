@@ -629,7 +629,7 @@ def test_the_page_has_the_plan_and_what_was_recomputed_and_packed(tmp_path: Path
     assert planned == {"disk": 4 * each, "recomputed": 3 * each, "packed": 3 * each}
     assert report["plan"]["classes"]["rows"][0][3] == "1 on disk, 3 packed"
     assert {"packed", "recomputed"} <= {tier["key"] for tier in report["curve"]["tiers"]}
-    assert "Made again in backward" in [fact["label"] for fact in report["facts"]]
+    assert "Recomputed or unpacked in backward" in [fact["label"] for fact in report["facts"]]
     assert report["advice"][-1]["code"].startswith("Stash(plan=")
     assert "backstash: recomputed " in done.stderr and "backstash: packed " in done.stderr
     assert "budget=1.00 MiB was exceeded" in done.stderr

@@ -72,8 +72,10 @@ def _costs(costs: Sequence[Cost], disk: str, speed: DiskSpeed | None) -> list[st
         return ["none of this could be moved to a disk, so no budget would change anything"]
     if all(cost.memory_bytes >= costs[0].memory_bytes for cost in costs):
         return [
-            f"no budget would save memory: all that could move, {format_bytes(costs[0].keep_bytes)}, fits into "
-            "what a stash has on its way at a time (inflight=, at most 128 MiB by default)"
+            (
+                f"no budget would save memory: all that could move, {format_bytes(costs[0].keep_bytes)}, "
+                "fits into what a stash has in flight at a time (inflight=, at most 128 MiB by default)"
+            )
         ]
     of_device = _is_of_device(costs)
     body = [_cells(cost, of_device) for cost in costs]

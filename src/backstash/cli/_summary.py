@@ -152,8 +152,8 @@ def _let_go(stats: dict[str, Any]) -> list[str]:
     lines = []
     if again:
         lines.append(
-            f"recomputed {format_bytes(again)}, {again / stats['eligible_bytes']:.0%} of what could move: let "
-            "go in forward and computed again in backward"
+            f"recomputed {format_bytes(again)}, {again / stats['eligible_bytes']:.0%} of what could "
+            "move: discarded in forward and recomputed in backward"
         )
     if packed:
         payload = format_bytes(stats["payload_bytes"])
@@ -176,10 +176,9 @@ def _peaks(stats: dict[str, Any]) -> str:
 def _waits(stats: dict[str, Any]) -> str:
     uses = stats["prefetch_hits"] + stats["prefetch_misses"]
     return (
-        f"waited     {stats['pack_stall_seconds']:.2f} s in forward for room, "
+        f"waited     {stats['pack_stall_seconds']:.2f} s in forward for space, "
         f"{stats['unpack_stall_seconds']:.2f} s in backward for tensors"
-        + (f"; {stats['prefetch_hits']} of {uses} were asked for ahead" if uses else "")
-    )
+    ) + (f"; {stats['prefetch_hits']} of {uses} were asked for ahead" if uses else "")
 
 
 def left_lines(left: dict[str, Any]) -> list[str]:

@@ -246,13 +246,13 @@ class SavedReport:
         ]
         if self.recomputed_bytes:
             notes.append(
-                f"checkpointing let {size(self.recomputed_bytes)} go, to compute them again"
+                f"checkpointing discarded {size(self.recomputed_bytes)}, to recompute them in backward"
             )
         again = [save for save in found.saves if save.boundary == "reentrant checkpoint"]
         if again:
             notes.append(
-                f"reentrant checkpointing saved {len(again)} tensor(s) to compute from again; it saves "
-                "nothing else while it runs, so how much it let go is not known"
+                f"reentrant checkpointing saved {len(again)} tensor(s) to recompute from; it saves "
+                "nothing else while it runs, so how much it discarded is not known"
             )
         if found.transforms:
             notes.append(
@@ -264,7 +264,7 @@ class SavedReport:
                 "selective checkpointing keeps outputs that no hook sees: they are not counted"
             )
         if found.not_looked:
-            notes.append(f"large tensors whose values could not be looked at: {found.not_looked}")
+            notes.append(f"large tensors whose values could not be read: {found.not_looked}")
         if not found.has_calls:
             notes.append("a debugger or tracer is active: calls were not counted")
         return tuple(notes)
