@@ -875,7 +875,7 @@ def test_out_of_memory_in_backward_lowers_keep_as_soon_as_it_is_seen(keep):
     device.failed += 1
     device.free = 16 * BLOCK  # so that it is asked
     found = [kept() for _ in range(4)][-1]
-    assert found == (4, ["out of device memory: keep is 1.00 MiB from then on"])
+    assert found == (4, ["out of device memory: keep is lowered to 1.00 MiB"])
     device.free = 40 * BLOCK
     assert kept()[0] == 4, "and once, for each that failed"
     stash.set_keep(None)

@@ -111,7 +111,5 @@ def test_on_the_command_line(tmp_path: Path) -> None:
 def test_on_the_command_line_without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(
-        argparse.ArgumentTypeError, match="no launcher gave this process one; allowed: one"
-    ):
+    with pytest.raises(argparse.ArgumentTypeError, match="this process has no rank; allowed: one"):
         by_rank(limit)("0:1GiB")

@@ -493,7 +493,7 @@ def test_script_without_torch_says_so(tmp_path: Path) -> None:
         (["--budget", "1GiB", "--keep", "1GiB", "s.py"], "--budget and --keep exclude one another"),
         (["--budget", "half", "s.py"], "budget"),
         (["--plan", "missing.json", "s.py"], "no such file"),
-        (["--disk", ".", "--save-plan", "p.json", "s.py"], "--save-plan is of --budget"),
+        (["--disk", ".", "--save-plan", "p.json", "s.py"], "--save-plan needs a budget"),
         (["--keep", "1GiB", "--max-bytes", "1GiB", "s.py"], "give --disk DIR as well"),
         (["--disk", ".", "--malloc", "fast", "s.py"], "tcmalloc"),
         (["--disk", ".", "--json", "missing/x.json", "s.py"], "a file in an existing directory"),
@@ -523,7 +523,7 @@ def test_a_module_that_is_not_there_is_one_line(tmp_path: Path) -> None:
     done = under_stash(["-m", "no.such.module"], tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
-        "backstash: 'no.such.module' is nothing to run; allowed: what `python -m` takes\n"
+        "backstash: 'no.such.module' cannot be run; allowed: what `python -m` takes\n"
     )
 
 

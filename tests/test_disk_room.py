@@ -81,7 +81,9 @@ def test_a_step_that_does_not_fit_is_as_large_as_needed(disk, grown):
     grown.most = 100 * KIB
     disk.reserve(60 * KIB)
     assert grown.sizes == [64 * KIB, 128 * KIB, 76 * KIB] and disk.file_bytes == 76 * KIB
-    with pytest.raises(StashFullError, match=r"no space for 28 KiB beside the 76 KiB") as caught:
+    with pytest.raises(
+        StashFullError, match=r"no space for 28 KiB in addition to the 76 KiB"
+    ) as caught:
         disk.reserve(28 * KIB)
     assert caught.value.errno == errno.ENOSPC and "No space left" in str(caught.value)
     assert grown.sizes[3:] == [140 * KIB, 104 * KIB]

@@ -754,8 +754,8 @@ class Stash:
                 return entry.view_in_place(alias)
         raise UsageError(
             f"the {str(entry.dtype).removeprefix('torch.')} tensor of shape {tuple(entry.shape)} that "
-            f"{block.cleanup.module or 'no module'} saved before this capture has moved, and a captured "
-            "graph would not bring it back when it is replayed: capture forward and backward together"
+            f"{block.cleanup.module or 'no module'} saved before this capture was moved out of memory, "
+            "and replaying the captured graph would not load it: capture forward and backward together"
         )
 
     # Reading, and closing.

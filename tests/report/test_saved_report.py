@@ -392,9 +392,9 @@ def test_misuse_is_told() -> None:
         saved_report("model")  # type: ignore[arg-type]
     saved = saved_report()
     with saved:
-        with pytest.raises(UsageError, match="entered once"):
+        with pytest.raises(UsageError, match="entered only once"):
             saved.__enter__()
-    with pytest.raises(UsageError, match="entered once"):
+    with pytest.raises(UsageError, match="entered only once"):
         saved.__enter__()
     with pytest.raises(UsageError, match="more often"):
         saved.__exit__(None, None, None)
@@ -435,7 +435,7 @@ def test_it_is_left_on_the_thread_that_entered_it() -> None:
         thread.start()
         thread.join()
         y = x.exp()
-    assert caught == ["a saved report is left on the thread that entered it"]
+    assert caught == ["a saved report must be exited on the thread"]
     assert saved.unique_bytes == 12 and y.requires_grad
 
 

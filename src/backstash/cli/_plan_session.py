@@ -57,7 +57,7 @@ class PlanSession:
         try:
             self._stash.__exit__(None, None, None)
         except StashError as problem:
-            say(f"backstash plan: the script left contexts in the wrong order: {problem}")
+            say(f"backstash plan: the script exited contexts in the wrong order: {problem}")
         self._stash.close()
         measured = self._planned()
         if measured is None:

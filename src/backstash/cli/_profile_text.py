@@ -90,7 +90,7 @@ def _costs(costs: Sequence[Cost], disk: str, speed: DiskSpeed | None) -> list[st
         *lines,
         f"  {disk} writes {rates}, measured here on {format_bytes(speed.nbytes)}. The seconds are the disk's "
         "own;",
-        "  what passes while the processor computes is not waited for. `backstash run` measures the rest.",
+        "  Transfers that overlap with computing cost no time. `backstash run` measures the rest.",
     ]
 
 

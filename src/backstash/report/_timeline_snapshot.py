@@ -105,7 +105,9 @@ def _notes(line: TimelineSnapshot) -> list[str]:
     """Return sentences on what is unknown."""
     found = []
     if not line.events:
-        found.append("Nothing was recorded: no tensor that may move was saved meanwhile.")
+        found.append(
+            "Nothing was recorded: no tensor that may move was saved during the recording."
+        )
     elif not line.steps:
         found.append(
             "Where a step ends is not known: no optimizer stepped and mark() was not called."

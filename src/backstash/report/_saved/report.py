@@ -78,7 +78,9 @@ class SavedReport:
 
     def __enter__(self) -> SavedReport:
         if self._recorder is None or self._recorder.is_on:
-            raise UsageError("a saved report is entered once: make another by saved_report(...)")
+            raise UsageError(
+                "a saved report can be entered only once: create another with saved_report(...)"
+            )
         self._recorder.start()
         return self
 
@@ -89,7 +91,7 @@ class SavedReport:
         trace: TracebackType | None,
     ) -> None:
         if self._recorder is None:
-            raise UsageError("a saved report was left more often than it was entered")
+            raise UsageError("a saved report was exited more often than it was entered")
         try:
             self._recorder.stop()
         finally:

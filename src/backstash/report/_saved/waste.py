@@ -22,7 +22,7 @@ __all__ = ["CONSTANT", "LEAST_BYTES", "MASK", "PART", "ZEROS", "Waste", "find_wa
 
 MASK = "two values: one bit each is enough"
 CONSTANT = "one value: elements need no bytes"
-ZEROS = "zeros: a bitmap and the other values are enough"
+ZEROS = "zeros: a bitmap and the rest are enough"
 PART = "a small part keeps a large storage: a copy is enough"
 _FEW_ZEROS = 0.25  # with a smaller share of zeros, a bitmap saves too little
 LEAST_BYTES = 64 << 10
