@@ -1358,14 +1358,16 @@ def test_a_plan_that_cannot_be_made_leaves_the_one_before(memory, tmp_path, monk
     assert settle(model(), stash).state == "planned"
     trace, before = planner.trace, planner._solving.found
     with monkeypatch.context() as patch:
-        patch.setattr("backstash._budget.solving.solve", lambda *_, **__: 1 // 0)
+        patch.setattr("backstash._budget.solving.solve_with_cuts", lambda *_, **__: 1 // 0)
         planner._solve(trace)
         planner._solving.wait()
     assert planner._solving.found is before and not planner._solving.is_new
     assert planner._solving.has_failed and "ZeroDivisionError" in "".join(planner.notes)
     goes_on = threading.Event()
     with monkeypatch.context() as patch:
-        patch.setattr("backstash._budget.solving.solve", lambda *_, **__: goes_on.wait() and 1 // 0)
+        patch.setattr(
+            "backstash._budget.solving.solve_with_cuts", lambda *_, **__: goes_on.wait() and 1 // 0
+        )
         planner._solve(trace)
         assert planner._solving.found is None and planner._solving.is_running
         thread = planner._solving._thread
@@ -2135,7 +2137,7 @@ def test_strict_raises_where_a_budget_cannot_be_kept(memory, tmp_path):
             except BudgetError as error:
                 raised.append(str(error))
     message, smallest = raised[-1], stash.plan.smallest_budget_bytes
-    assert f"the smallest that this step can keep is {format_bytes(smallest)};" in message
+    assert f"the smallest that this step can keep is {format_bytes(smallest)}," in message
     assert list(stash.stats().notes) == [message]
     stash.close()
 
