@@ -267,7 +267,7 @@ def test_what_cannot_be_registered_is_pinned_when_it_is_made(budget, wanted, ask
     assert buffer.memory.numel() == wanted * PAGE
     assert pins.asked == ([] if asked is None else [asked * PAGE])
     if asked is None:
-        assert "not pinned (only CUDA does; PyTorch's allocator: the budget has no" in pool.note
+        assert "not pinned (only CUDA does; PyTorch's allocator: the budget allows no" in pool.note
     else:
         assert pool.note == "host memory is pinned by PyTorch's allocator (only CUDA does)"
         assert pool.slab_bytes == pool.slab_peak_bytes == asked * PAGE

@@ -172,7 +172,7 @@ class PinnedPool:
         rounded = 1 << (size - 1).bit_length()
         if self.budget is not None and self.slab_bytes + rounded > self.budget:
             rounded //= 2
-        too_large = "rounded up to a power of two it exceeds the budget"
+        too_large = "the budget allows no power of two that is large enough"
         own = self._pins.pinned(rounded) if rounded >= least else too_large
         if isinstance(own, Tensor) and own.data_ptr() % PAGE_BYTES:
             own = "its memory is not page-aligned"
