@@ -77,7 +77,7 @@ def current_pair() -> Pair | None:
     """Return the pair that a save on this thread would use now."""
     if _top is None:
         raise UsageError(
-            f"torch {torch.__version__} does not tell which saved-tensors hooks are active "
+            f"torch {torch.__version__} does not report which saved-tensors hooks are active "
             "(torch._C._autograd._top_saved_tensors_default_hooks); use torch 2.11 to 2.15, or plain "
             "saved_tensors_hooks without compose, only, skip or allow_mutation_on_saved_tensors"
         )

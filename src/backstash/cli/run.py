@@ -66,7 +66,7 @@ all; so does `backstash summary run.rank*.json` at any time. --budget, --keep, -
 _EXAMPLES = """\
 examples:
   backstash run train.py
-      within what the machine can spare: what fits is left alone, and what does not goes to a disk
+      within what the machine can spare: what fits stays in memory, and the rest goes to a disk
   backstash run --budget 6GiB --disk /scratch train.py
       the process holds 6 GiB at most; what is moved for it is planned from three measured steps
   backstash run --disk /scratch train.py --epochs 3

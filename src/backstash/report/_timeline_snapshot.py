@@ -114,8 +114,8 @@ def _notes(line: TimelineSnapshot) -> list[str]:
         )
     if line.full:
         found.append(
-            f"The recording ended by itself at its limit of {len(line.events):,} events; "
-            "what came after is not in it."
+            f"The recording stopped at its limit of {len(line.events):,} events; later events are not "
+            "in it."
         )
     lives = line.lives
     if lives.recomputed_bytes:
