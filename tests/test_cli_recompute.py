@@ -89,7 +89,7 @@ def test_a_pattern_that_nothing_matches_is_said(tmp_path: Path) -> None:
     options = ("--keep", "1GiB", "--disk", ".", "--recompute", "layers.*")
     done = run(tmp_path, "-m", "backstash", "run", *options, "train.py")
     assert done.returncode == 0, done.stderr
-    assert "no module that ran has a path like 'layers.*'" in done.stderr
+    assert "no module that ran has a path that matches 'layers.*'" in done.stderr
 
 
 def test_plans_take_them_into_account(tmp_path: Path) -> None:
