@@ -242,7 +242,7 @@ def test_what_was_changed_in_place_is_not_given_to_a_capture():
     section.lock = Noting(lock, taken)
     assert torch.equal(stash.unpack(held), tensor) and taken
     tensor.mul_(2)
-    with pytest.raises(UsageError, match="no module saved before this capture has moved"):
+    with pytest.raises(UsageError, match="no module saved before this capture was moved"):
         stash.unpack(held)
     device.capturing = False
     section.lock = lock
