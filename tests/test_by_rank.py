@@ -101,7 +101,7 @@ def test_on_the_command_line(tmp_path: Path) -> None:
     assert by_rank(directory)(f"0:/not/there,5:{tmp_path}") == str(tmp_path)
     for text, message in (
         ("0-4:1GiB", "'0-4:1GiB' has nothing for rank 5"),
-        ("0:1GiB,2GiB", "'0:1GiB,2GiB' is by rank, but not all of it; allowed: RANK:VALUE"),
+        ("0:1GiB,2GiB", "'0:1GiB,2GiB' has values with and without a rank; allowed: RANK:VALUE"),
         ("5:1Q", "unknown unit 'Q'"),
     ):
         with pytest.raises(argparse.ArgumentTypeError, match=re.escape(message)):
