@@ -131,9 +131,7 @@ def replays(*, in_context: bool) -> Counter[str]:
                 except Exception as error:
                     said[f"wrong: {info.name}: {type(error).__name__}"] += 1
         said["with something let go"] += stash.stats().recomputed_bytes > 0
-        said["held after a comparison"] += any(
-            "computed again" in each for each in stash.stats().left
-        )
+        said["held after a comparison"] += any("recomputing" in each for each in stash.stats().left)
     return said
 
 

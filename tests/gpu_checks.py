@@ -144,7 +144,7 @@ def exact(place: Place, mix: str, dtype: torch.dtype) -> None:
     doubled = place.gradients(model, x, stash, backwards=2)
     same(doubled, [each + each for each in true], "two backwards")
     stats = stash.stats()
-    signs = ("not pinned", "left in place")
+    signs = ("not pinned", "kept in memory")
     refused = [note for note in stats.notes if any(sign in note for sign in signs)]
     assert not refused, f"something was refused: {refused}"
     assert mix == "keep auto" or stats.written_bytes > 0, "nothing moved"
@@ -621,7 +621,7 @@ def recomputed(place: Place) -> None:
     try:
         loss.backward()
     except InplaceError as error:
-        assert "computed again" in str(error)
+        assert "recomputing" in str(error)
     else:
         raise AssertionError("an operand that was written unseen gave no error")
     stash.close()

@@ -407,7 +407,9 @@ def test_without_a_buffer_a_block_stays_in_place_with_a_warning():
     device = TwinDevice()
     stash = stash_on(device, host=3 * BLOCK, inflight=0)
     x = leaf()
-    with pytest.warns(UserWarning, match="host memory has no room for 256 KiB beside the 768 KiB"):
+    with pytest.warns(
+        UserWarning, match="host memory has no space for 256 KiB in addition to the 768 KiB"
+    ):
         with stash:
             loss = chain(x)
     stats = stash.stats()
@@ -873,7 +875,7 @@ def test_out_of_memory_in_backward_lowers_keep_as_soon_as_it_is_seen(keep):
     device.failed += 1
     device.free = 16 * BLOCK  # so that it is asked
     found = [kept() for _ in range(4)][-1]
-    assert found == (4, ["out of device memory: keep is 1.00 MiB from then on"])
+    assert found == (4, ["out of device memory: keep is lowered to 1.00 MiB"])
     device.free = 40 * BLOCK
     assert kept()[0] == 4, "and once, for each that failed"
     stash.set_keep(None)
@@ -998,7 +1000,7 @@ def test_a_block_larger_than_host_memory_stays_and_the_others_go_on(tmp_path):
     device = TwinDevice(chance=1.0)
     stash = stash_on(device, host=4 * BLOCK, disk=tmp_path, inflight=0, min_bytes=1)
     x, large = leaf(), leaf(width=3 * SIDE)  # 9 times a block
-    with pytest.warns(StashWarning, match=r"no room for 2.25 MiB.*raise host="), stash:
+    with pytest.warns(StashWarning, match=r"no space for 2.25 MiB.*raise host="), stash:
         kept = (large * 1.5).exp()
         loss = chain(x, steps=20)
     stats = stash.stats()

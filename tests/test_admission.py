@@ -719,7 +719,9 @@ def test_a_subclass_that_does_not_say_how_it_is_made_up_stays():
     around = Around()
     tensor = torch.zeros(KIB).as_subclass(Plain)
     assert around.pack(tensor)[0] is tensor
-    assert around.left == {"a Plain, which does not say how it is made up": [1, 4096]}
+    assert around.left == {
+        "a Plain, which does not list its inner tensors (__tensor_flatten__)": [1, 4096]
+    }
 
 
 def test_a_subclass_is_packed_part_by_part_and_once():

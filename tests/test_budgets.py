@@ -168,11 +168,11 @@ def test_a_full_store_leaves_blocks_in_place_and_warns_once(tmp_path):
         with stash:
             loss = chain(x, 9)
     assert [w.category for w in told] == [StashWarning]
-    assert "no room for 1.00 MiB" in str(told[0].message)
+    assert "no space for 1.00 MiB" in str(told[0].message)
     stats = stash.stats()
     assert stats.disk_bytes == 3 * MIB
     assert stats.keep_bytes == 6 * MIB
-    assert any("left in place" in note for note in stats.notes)
+    assert any("kept in memory" in note for note in stats.notes)
     (gradient,) = torch.autograd.grad(loss, x)
     assert torch.equal(gradient, plain_gradient(x, 9))
 
@@ -191,7 +191,7 @@ def test_room_that_comes_back_is_used_again(tmp_path):
 def test_a_block_that_finds_no_room_does_not_keep_smaller_ones_from_going(tmp_path):
     stash = Stash(keep=0, disk=Disk(tmp_path, max_bytes="3MiB"), inflight=0)
     small, large = leaf(1), leaf(4)
-    with pytest.warns(StashWarning, match="no room for 4.00 MiB"), stash:
+    with pytest.warns(StashWarning, match="no space for 4.00 MiB"), stash:
         kept = chain(large, 2)
         loss = chain(small, 3)
     stats = stash.stats()

@@ -101,7 +101,7 @@ def test_on_the_command_line(tmp_path: Path) -> None:
     assert by_rank(directory)(f"0:/not/there,5:{tmp_path}") == str(tmp_path)
     for text, message in (
         ("0-4:1GiB", "'0-4:1GiB' has nothing for rank 5"),
-        ("0:1GiB,2GiB", "'0:1GiB,2GiB' is by rank, but not all of it; allowed: RANK:VALUE"),
+        ("0:1GiB,2GiB", "'0:1GiB,2GiB' has values with and without a rank; allowed: RANK:VALUE"),
         ("5:1Q", "unknown unit 'Q'"),
     ):
         with pytest.raises(argparse.ArgumentTypeError, match=re.escape(message)):
@@ -111,7 +111,5 @@ def test_on_the_command_line(tmp_path: Path) -> None:
 def test_on_the_command_line_without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(
-        argparse.ArgumentTypeError, match="no launcher gave this process one; allowed: one"
-    ):
+    with pytest.raises(argparse.ArgumentTypeError, match="this process has no rank; allowed: one"):
         by_rank(limit)("0:1GiB")

@@ -321,8 +321,8 @@ MOVED = {"written_bytes": 900 << 20, "disk_peak_bytes": 200 << 20, "stall_second
             "peak 600 MiB; nothing was moved: no room",
         ),
         (
-            figures_of(notes=("left in place: the disk is full",), keep_peak_bytes=50 << 20),
-            "peak 600 MiB; hardly anything was moved: left in place: the disk is full",
+            figures_of(notes=("kept in memory: the disk is full",), keep_peak_bytes=50 << 20),
+            "peak 600 MiB; hardly anything was moved: kept in memory: the disk is full",
         ),
         (
             figures_of(keep_peak_bytes=50 << 20),
@@ -474,8 +474,8 @@ def test_summary_of_an_accelerator_says_what_is_in_host_memory_and_what_the_devi
         (run_of(written_bytes=0, keep=None), "since --keep allows all of it to stay"),
         (run_of(), "moves as little as that takes: --budget SIZE"),
         (run_of(stall_seconds=1.0), "The script waited 1.0 s for the stash, 50% of its time. A"),
-        (run_of(notes=["left in place: full"]), "with more space: --disk DIR"),
-        (run_of("planned", notes=["left in place: full"]), "with more space: --disk DIR"),
+        (run_of(notes=["kept in memory: full"]), "with more space: --disk DIR"),
+        (run_of("planned", notes=["kept in memory: full"]), "with more space: --disk DIR"),
         (run_of("measuring"), "Run longer"),
         (
             run_of("too small", smallest_budget_bytes=1),
@@ -491,7 +491,7 @@ def test_summary_of_an_accelerator_says_what_is_in_host_memory_and_what_the_devi
 def test_a_run_is_advised_once_about_its_limit(figures: dict[str, Any], words: str) -> None:
     assert words in next_step(figures)
     limits = [each.code for each in advice(figures) if "Stash(" not in each.code]
-    assert len(limits) == 1 + ("left in place: full" in figures["stats"]["notes"])
+    assert len(limits) == 1 + ("kept in memory: full" in figures["stats"]["notes"])
 
 
 @pytest.mark.parametrize(("allocator", "moved"), [("own", 1), ("own", 0), ("tcmalloc", 1)])
@@ -533,7 +533,7 @@ def test_no_word_of_numpy_where_it_is_not_installed(command: list[str], tmp_path
 
 def test_of_several_notes_the_first_line_has_the_one_that_says_why_nothing_moved() -> None:
     first, *_, last = summary(
-        figures_of(notes=("a tmpfs", "left in place: it is full"))
+        figures_of(notes=("a tmpfs", "kept in memory: it is full"))
     ).splitlines()
-    assert first.endswith("hardly anything was moved: left in place: it is full")
+    assert first.endswith("hardly anything was moved: kept in memory: it is full")
     assert last == "backstash: note: a tmpfs"

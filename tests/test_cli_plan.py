@@ -86,7 +86,7 @@ def test_a_script_is_planned_for_and_ended(
     ("options", "words"),
     [
         (["--trace", "no.json"], "allowed: a file that `backstash plan --trace FILE SCRIPT` wrote"),
-        (["--trace", "plan.json"], "is no trace of a step"),
+        (["--trace", "plan.json"], "is not the trace of a step"),
         (["--trace", "plan.json", "--fake"], "allowed with it: --budget and --json"),
         (["--trace", "plan.json", "--disk", "."], "allowed with it: --budget and --json"),
         (["--trace", "plan.json", "--json", "plan.json"], "give another FILE"),

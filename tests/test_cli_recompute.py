@@ -89,7 +89,7 @@ def test_a_pattern_that_nothing_matches_is_said(tmp_path: Path) -> None:
     options = ("--keep", "1GiB", "--disk", ".", "--recompute", "layers.*")
     done = run(tmp_path, "-m", "backstash", "run", *options, "train.py")
     assert done.returncode == 0, done.stderr
-    assert "no module that ran has a path like 'layers.*'" in done.stderr
+    assert "no module that ran has a path that matches 'layers.*'" in done.stderr
 
 
 def test_plans_take_them_into_account(tmp_path: Path) -> None:
@@ -107,5 +107,5 @@ def test_plans_take_them_into_account(tmp_path: Path) -> None:
 def test_off():
     assert recompute_of([]) == recompute_of(["blocks.*"]) == "auto"
     assert recompute_of(["off"]) is False
-    with pytest.raises(UsageError, match="--recompute off beside"):
+    with pytest.raises(UsageError, match="--recompute off with"):
         recompute_of(["off", "blocks.*"])

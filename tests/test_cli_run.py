@@ -493,7 +493,7 @@ def test_script_without_torch_says_so(tmp_path: Path) -> None:
         (["--budget", "1GiB", "--keep", "1GiB", "s.py"], "--budget and --keep exclude one another"),
         (["--budget", "half", "s.py"], "budget"),
         (["--plan", "missing.json", "s.py"], "no such file"),
-        (["--disk", ".", "--save-plan", "p.json", "s.py"], "--save-plan is of --budget"),
+        (["--disk", ".", "--save-plan", "p.json", "s.py"], "--save-plan needs a budget"),
         (["--keep", "1GiB", "--max-bytes", "1GiB", "s.py"], "give --disk DIR as well"),
         (["--disk", ".", "--malloc", "fast", "s.py"], "tcmalloc"),
         (["--disk", ".", "--json", "missing/x.json", "s.py"], "a file in an existing directory"),
@@ -523,7 +523,7 @@ def test_a_module_that_is_not_there_is_one_line(tmp_path: Path) -> None:
     done = under_stash(["-m", "no.such.module"], tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
-        "backstash: 'no.such.module' is nothing to run; allowed: what `python -m` takes\n"
+        "backstash: 'no.such.module' cannot be run; allowed: what `python -m` takes\n"
     )
 
 
@@ -629,7 +629,7 @@ def test_the_page_has_the_plan_and_what_was_recomputed_and_packed(tmp_path: Path
     assert planned == {"disk": 4 * each, "recomputed": 3 * each, "packed": 3 * each}
     assert report["plan"]["classes"]["rows"][0][3] == "1 on disk, 3 packed"
     assert {"packed", "recomputed"} <= {tier["key"] for tier in report["curve"]["tiers"]}
-    assert "Made again in backward" in [fact["label"] for fact in report["facts"]]
+    assert "Recomputed or unpacked in backward" in [fact["label"] for fact in report["facts"]]
     assert report["advice"][-1]["code"].startswith("Stash(plan=")
     assert "backstash: recomputed " in done.stderr and "backstash: packed " in done.stderr
     assert "budget=1.00 MiB was exceeded" in done.stderr

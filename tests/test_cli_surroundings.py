@@ -545,7 +545,7 @@ time.sleep(60)
         (["deepspeed", "x.py"], "deepspeed ... --module backstash run ... SCRIPT"),
         (["srun", "x.py"], "srun ... backstash run ... SCRIPT"),
         (["uv", "run", "x.py"], "uv run backstash run ... SCRIPT"),
-        (["/bin/true"], "'/bin/true' is a program, no script"),
+        (["/bin/true"], "'/bin/true' is a program, not a script"),
     ],
 )
 def test_what_is_no_script_is_refused_with_the_right_order(

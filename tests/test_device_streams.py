@@ -630,7 +630,7 @@ def test_a_device_whose_copies_are_wrong_is_not_used(whole, monkeypatch, way):
 
     monkeypatch.setattr(torch.Tensor, "copy_", wrong)
     assert whole() == (
-        "device cpu lacks what a stash needs: what is copied by another stream comes back different"
+        "device cpu lacks what a stash needs: a copy on another stream returned different bytes"
     )
 
 

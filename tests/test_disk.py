@@ -119,7 +119,7 @@ def test_a_directory_in_memory_is_noted():
     if not os.path.isdir("/dev/shm"):
         pytest.skip("this system has no /dev/shm")
     disk = Disk("/dev/shm")
-    assert "still takes memory" in disk.notes[-1]
+    assert "still uses memory" in disk.notes[-1]
     disk.close()
 
 
@@ -179,7 +179,7 @@ def test_wrong_arguments_say_what_is_allowed(tmp_path):
 def test_max_bytes_is_the_most_the_file_ever_has(tmp_path):
     disk = Disk(tmp_path, max_bytes="1MiB")
     slots = [disk.reserve(256 << 10) for _ in range(4)]
-    with pytest.raises(StashFullError, match=r"no room for 4.00 KiB.*max_bytes is 1.00 MiB"):
+    with pytest.raises(StashFullError, match=r"no space for 4.00 KiB.*max_bytes is 1.00 MiB"):
         disk.reserve(4096)
     assert os.fstat(disk._file.fd).st_size == 1 << 20
     disk.release(slots[1])
@@ -221,7 +221,7 @@ def test_a_slot_that_dies_while_another_is_refused_hangs_nobody(tmp_path, monkey
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(30)
-    assert not thread.is_alive() and "no room for 4.00 KiB" in refused[0]
+    assert not thread.is_alive() and "no space for 4.00 KiB" in refused[0]
     assert disk.used_bytes == 0
     disk.close()
 

@@ -81,7 +81,9 @@ def test_a_step_that_does_not_fit_is_as_large_as_needed(disk, grown):
     grown.most = 100 * KIB
     disk.reserve(60 * KIB)
     assert grown.sizes == [64 * KIB, 128 * KIB, 76 * KIB] and disk.file_bytes == 76 * KIB
-    with pytest.raises(StashFullError, match=r"no room for 28 KiB beside the 76 KiB") as caught:
+    with pytest.raises(
+        StashFullError, match=r"no space for 28 KiB in addition to the 76 KiB"
+    ) as caught:
         disk.reserve(28 * KIB)
     assert caught.value.errno == errno.ENOSPC and "No space left" in str(caught.value)
     assert grown.sizes[3:] == [140 * KIB, 104 * KIB]
@@ -129,7 +131,7 @@ def test_a_forked_process_has_a_file_of_its_own_when_it_needs_one(disk):
     disk.forked()
     assert file.fd == -1 and disk.used_bytes == disk.file_bytes == 0
     for call in (disk.read, disk.write):
-        with pytest.raises(StashForkedError, match="in the file of the process"):
+        with pytest.raises(StashForkedError, match="in the parent process's file"):
             call(theirs, 0)
     mine = disk.reserve(5000)
     assert disk._file is not file and disk._file.fd >= 0 and mine.offset == theirs.offset == 0
@@ -256,7 +258,7 @@ def test_memory_that_is_gone_while_it_is_checked_fails_the_write(tmp_path, monke
     _owner, address = memory(2 * PAGE)
     slot = disk.reserve(2 * PAGE)
     monkeypatch.setattr(os, "pread", lambda *_: b"short")
-    with pytest.raises(StashIOError, match="write failed: the memory is gone") as caught:
+    with pytest.raises(StashIOError, match="write failed: the memory was freed") as caught:
         disk.write(slot, address)
     assert caught.value.errno == errno.EFAULT
     monkeypatch.undo()
@@ -326,7 +328,7 @@ def test_the_kind_of_file_system(tmp_path, monkeypatch):
         assert _file_system_type("/dev/shm") == 0x01021994
     for magic, kind in ((0x01021994, "tmpfs"), (0x858458F6, "ramfs")):
         monkeypatch.setattr(_disk, "_file_system_type", lambda _, magic=magic: magic)
-        assert f"'/x' is a {kind}: what is held there still takes" in _disk._memory_note("/x")
+        assert f"'/x' is a {kind}: what is stored there still uses" in _disk._memory_note("/x")
     monkeypatch.setattr(_disk, "_file_system_type", lambda _: 0xEF53)
     assert _disk._memory_note("/x") == ""
 

@@ -403,7 +403,7 @@ def test_the_device_s_lack_of_memory_is_noted():
     assert list(way.health.notes) == []
     way.resident.memory, way.resident.peak_bytes = Memory(), 4 << 20
     way.evictor.ease()
-    assert list(way.health.notes) == ["out of device memory: keep is 2.00 MiB from then on"]
+    assert list(way.health.notes) == ["out of device memory: keep is lowered to 2.00 MiB"]
 
 
 def test_who_saves_after_the_device_had_no_memory_keeps_less():

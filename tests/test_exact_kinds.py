@@ -366,7 +366,8 @@ def test_another_subclass_stays_and_stays_what_it_is(tmp_path):
 
     check(program, tmp_path)
     assert (
-        "a Named, which does not say how it is made up" in on_disk(program, tmp_path).stats().left
+        "a Named, which does not list its inner tensors (__tensor_flatten__)"
+        in on_disk(program, tmp_path).stats().left
     )
 
 

@@ -100,7 +100,7 @@ def test_a_system_without_direct_io(tmp_path, monkeypatch):
 def test_a_file_system_that_refuses_direct_transfers(tmp_path, monkeypatch):
     calls = refuse(monkeypatch, "pwrite", errno.EINVAL)
     file = UnnamedFile(str(tmp_path), direct=True)
-    assert not file.direct and "the file system said EINVAL" in file.note
+    assert not file.direct and "the file system returned EINVAL" in file.note
     assert len(calls) == 2 and file.memory_align == 1
     file.close()
 

@@ -16,7 +16,7 @@ from backstash._tiers.health import TierHealth
 from backstash.errors import StashFullError, StashIOError, StashWarning
 from backstash.testing import Failing, MemoryStore
 
-FULL = StashFullError(errno.ENOSPC, "no room for 1 MiB")
+FULL = StashFullError(errno.ENOSPC, "no space for 1 MiB")
 
 
 class Waiting:
@@ -86,12 +86,12 @@ def test_only_what_is_in_place_is_deferred():
 def test_the_first_refusal_is_a_warning_and_the_last_is_noted_with_their_number():
     health, _, _ = made()
     health.notes.add("out of memory", "out of device memory")  # which no refusal is
-    other = StashFullError(errno.ENOSPC, "no room for 2 MiB")
-    assert warnings_of(lambda: health.full(FULL, 1)) == [(StashWarning, f"left in place: {FULL}")]
+    other = StashFullError(errno.ENOSPC, "no space for 2 MiB")
+    assert warnings_of(lambda: health.full(FULL, 1)) == [(StashWarning, f"kept in memory: {FULL}")]
     assert warnings_of(lambda: (health.full(FULL, 1), health.full(other, 1))) == []
     assert list(health.notes) == [
         "out of device memory",
-        f"left in place: {other} (the last of 3 such notes)",
+        f"kept in memory: {other} (the last of 3 such notes)",
     ]
 
 
@@ -116,8 +116,8 @@ def test_whoever_wants_errors_has_each_and_asks_again():
 def test_nothing_more_is_sent_to_what_has_failed(failure, kind, number):
     health, _, _ = made()
     ((category, message),) = warnings_of(lambda: health.broke(failure))
-    assert category is StashWarning and message.startswith("left in place: ")
-    assert str(failure) in message and "nothing more is sent there" in message
+    assert category is StashWarning and message.startswith("kept in memory: ")
+    assert str(failure) in message and "nothing more is written there" in message
     assert health.refuses(0) is True and not health.is_well
     health.restore()
     assert health.refuses(0) is True and not health.is_well, "for good"
@@ -129,7 +129,7 @@ def test_nothing_more_is_sent_to_what_has_failed(failure, kind, number):
     assert not health.is_well
     seen = []
     for _ in range(2):
-        with pytest.raises(kind, match="nothing more is sent there") as caught:
+        with pytest.raises(kind, match="nothing more is written there") as caught:
             health.refuses(0)
         assert type(caught.value) is kind and caught.value.errno == number
         seen.append(caught.value)

@@ -291,7 +291,7 @@ def test_where_there_is_no_buffer_only_what_is_needed_now_is_read():
     place = Place(pages=1)
     backing = place.on_disk()
     taken = place.pool.take(PAGE)
-    with pytest.raises(MemoryError, match="no room in host memory to read ahead"):
+    with pytest.raises(MemoryError, match="no space in host memory to read ahead"):
         place.tier.fetch(backing, ahead=True)
     load = place.tier.fetch(backing, ahead=False)
     assert load.cleanup.buffer is None and len(place.tier.buffers._staging) == 0

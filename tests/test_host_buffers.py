@@ -108,7 +108,7 @@ def test_a_buffer_is_taken_of_what_there_is_and_then_of_more():
 def test_what_the_budget_can_never_hold_is_not_waited_for():
     place = Place()
     place.writeback.waits.append(lambda: pytest.fail("nobody needs to wait"))
-    with pytest.raises(StashFullError, match="no room for 20 KiB") as caught:
+    with pytest.raises(StashFullError, match="no space for 20 KiB") as caught:
         place.buffers.take(5 * PAGE)
     assert caught.value.errno == errno.ENOSPC
     assert place.buffers.take(4 * PAGE).memory.numel() == 4 * PAGE
@@ -131,7 +131,7 @@ def test_no_room_says_what_would_help(disk, refusal, refused, ending):
     with pytest.raises(StashFullError) as caught:
         place.buffers.take(PAGE)
     assert caught.value.strerror == (
-        f"host memory has no room for 4.00 KiB beside the 16 KiB it holds{ending}"
+        f"host memory has no space for 4.00 KiB in addition to the 16 KiB it holds{ending}"
     )
     assert len(taken) == 4
 

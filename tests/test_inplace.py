@@ -632,7 +632,7 @@ def test_the_error_of_a_small_tensor_says_how_to_learn_more(tmp_path):
         loss = h.sin()
     h.add_(1)
     text = error_of(stash, loss, x)
-    assert "shape (9,)" in text and "min_bytes=0 tells" in text
+    assert "shape (9,)" in text and "min_bytes=0 records small ones" in text
 
 
 def test_bytes_changed_unseen_between_two_saves(tmp_path):

@@ -135,7 +135,7 @@ def by_a_transform(state: Tensor) -> Tensor:
 def test_a_formula_that_cannot_be_left_alone(force: Callable[[Tensor], Tensor]) -> None:
     """It takes what other hooks saved, and the mode has no moment to step aside."""
     x = torch.ones(4, requires_grad=True)
-    with pytest.raises(UsageError, match="ProdBackward0 inside the step computes otherwise"):
+    with pytest.raises(UsageError, match="ProdBackward0 inside the step computes differently"):
         checkpoint_loop(lambda state: state - force(state), x, 5, schedule=Binomial(1))
 
 
@@ -154,7 +154,7 @@ def test_a_gradient_that_step_0_has_not_given_and_that_is_dropped() -> None:
 
     x = torch.ones(4, requires_grad=True)
     y = checkpoint_loop(step, x, 5, index=True, schedule=Binomial(1)).sum()
-    with pytest.raises(UsageError, match="whether the step dropped one is not known"):
+    with pytest.raises(UsageError, match="whether the step cleared a gradient is not known"):
         y.backward()
 
 

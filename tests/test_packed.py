@@ -388,7 +388,7 @@ def test_a_codec_that_is_not_exact_is_found_out():
     stash = Stash(codec=Lying(), disk=MemoryStore())
     with stash:
         assert are_same(gradients(net, x), expected)
-    assert "Lying() does not give the same bytes back" in refusals(stash)
+    assert "Lying() does not restore the same bytes" in refusals(stash)
 
 
 class Sharing(Codec):
@@ -418,10 +418,10 @@ def test_a_payload_in_the_memory_of_the_values_is_copied():
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        (lambda values: values.half(), r"encoded to Tensor: allowed is an Encoded"),
-        (lambda values: Encoded(values[:0]), r"encoded to Tensor \(0,\) on cpu: allowed is"),
-        (lambda values: Encoded(values.to("meta")), "on meta: allowed is a Tensor on cpu"),
-        (lambda values: Encoded([1]), "encoded to list"),
+        (lambda values: values.half(), r"returned Tensor; allowed: an Encoded"),
+        (lambda values: Encoded(values[:0]), r"has the payload Tensor \(0,\) on cpu; allowed"),
+        (lambda values: Encoded(values.to("meta")), "on meta; allowed: a nonempty Tensor on cpu"),
+        (lambda values: Encoded([1]), "has the payload list"),
     ],
 )
 def test_what_a_codec_may_not_return(what, message):

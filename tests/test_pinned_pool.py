@@ -237,7 +237,7 @@ def test_a_refused_pin_is_noted_once_and_its_copies_are_waited_for_too():
     pool.give(first)
     assert pool.note == (
         "host memory is not pinned (ulimit -l; PyTorch's allocator: none here): "
-        "copies do not run beside compute"
+        "copies do not overlap with compute"
     )
     pool.trim()
     assert pool.slab_bytes == 0 and pins.unpinned == [8 * PAGE] * 2
@@ -267,7 +267,7 @@ def test_what_cannot_be_registered_is_pinned_when_it_is_made(budget, wanted, ask
     assert buffer.memory.numel() == wanted * PAGE
     assert pins.asked == ([] if asked is None else [asked * PAGE])
     if asked is None:
-        assert "not pinned (only CUDA does; PyTorch's allocator: the budget has no" in pool.note
+        assert "not pinned (only CUDA does; PyTorch's allocator: the budget allows no" in pool.note
     else:
         assert pool.note == "host memory is pinned by PyTorch's allocator (only CUDA does)"
         assert pool.slab_bytes == pool.slab_peak_bytes == asked * PAGE
@@ -294,7 +294,7 @@ def test_pinned_memory_that_does_not_begin_on_a_page_is_not_taken(monkeypatch):
     pool = pins.pool(None)
     pins.pinned = lambda nbytes: _buffer_pool.mapped(nbytes + PAGE)[64 : 64 + nbytes]
     assert pool.take(PAGE).memory.data_ptr() % PAGE == 0
-    assert "PyTorch's allocator: its memory does not begin on a page" in pool.note
+    assert "PyTorch's allocator: its memory is not page-aligned" in pool.note
 
 
 def test_a_system_without_memory_has_no_buffer(monkeypatch):

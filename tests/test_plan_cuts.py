@@ -132,7 +132,7 @@ def test_cuts_are_written_and_read():
     assert Trace.from_dict(trace.as_dict()) == trace
     values = trace.as_dict()
     values["regions"][0]["cuts"][0]["members"] = [7]
-    with pytest.raises(UsageError, match="no trace of a step"):
+    with pytest.raises(UsageError, match="not the trace of a step"):
         Trace.from_dict(values)
 
 

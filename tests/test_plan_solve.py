@@ -316,7 +316,7 @@ def test_a_trace_survives_a_file(tmp_path):
     with pytest.raises(UsageError, match="format 99"):
         Trace.read(str(path))
     path.write_text('{"format": 1, "blocks": 3}')
-    with pytest.raises(UsageError, match="no trace"):
+    with pytest.raises(UsageError, match="not the trace"):
         Trace.read(str(path))
     values = trace.as_dict()
     for name, wrong in [
@@ -332,10 +332,10 @@ def test_a_trace_survives_a_file(tmp_path):
         ("regions", [{"name": "blocks.*", "members": [7]}]),
         *(("blocks", [values["blocks"][0], each]) for each in wrong_blocks(values["blocks"][1])),
     ]:
-        with pytest.raises(UsageError, match="no trace"):
+        with pytest.raises(UsageError, match="not the trace"):
             Trace.from_dict({**values, name: wrong})
     path.write_text("nonsense")
-    with pytest.raises(UsageError, match="no trace"):
+    with pytest.raises(UsageError, match="not the trace"):
         Trace.read(str(path))
 
 

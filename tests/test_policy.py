@@ -138,14 +138,14 @@ def test_a_mistake_says_all_that_is_allowed(given, told):
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="this system has no /proc")
 def test_a_directory_that_takes_no_files_is_told_so():
     with pytest.raises(
-        StashIOError, match=r"'/proc' cannot hold a file \(its file system takes no"
+        StashIOError, match=r"'/proc' cannot hold a file \(its file system accepts no"
     ):
         Stash(disk="/proc")
 
 
 def test_notes_do_not_grow_with_refused_steps():
     with Stash(disk=MemoryStore(max_bytes=1 << 16), min_bytes=0) as stash:
-        with pytest.warns(StashWarning, match="left in place"):
+        with pytest.warns(StashWarning, match="kept in memory"):
             for size in range(40):
                 x = torch.ones((1 << 15) + size, requires_grad=True)
                 (x * 2).exp().sum().backward()

@@ -53,7 +53,7 @@ def test_a_read_ahead_of_need_that_fails_is_asked_for_again(tmp_path):
 
 def test_leaving_a_stash_that_was_not_entered():
     stash = Stash()
-    with pytest.raises(UsageError, match="left a stash more often than it entered it"):
+    with pytest.raises(UsageError, match="exited a stash more often than it entered it"):
         stash.__exit__(None, None, None)
     with stash:
         pass

@@ -90,7 +90,7 @@ def test_a_write_that_failed_and_a_change_on_the_way_are_told():
     failing = Failing(MemoryStore())
     failing.on_write = OSError(5, "broken")
     with Stash(disk=failing) as stash, stash.record() as recording:
-        with pytest.warns(UserWarning, match="left in place"):
+        with pytest.warns(UserWarning, match="kept in memory"):
             loss = chain(x, steps=2)
             stash._workers.close()
             stash.stats()

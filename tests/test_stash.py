@@ -110,7 +110,7 @@ def test_leaving_too_often_is_one_error():
 
 def test_only_an_error_of_torch_func_is_explained():
     said = "torch.func.grad doesn't support saved tensor hooks"
-    with pytest.raises(UsageError, match="keep them apart") as caught, Stash():
+    with pytest.raises(UsageError, match="call them outside of those hooks") as caught, Stash():
         raise RuntimeError(said)
     assert isinstance(caught.value.__cause__, RuntimeError)
     with pytest.raises(ValueError, match="doesn't support"), Stash():
@@ -154,7 +154,7 @@ def test_a_forked_process_moves_on_where_the_store_begins_anew(usable):
     assert torch.equal(stash.unpack(held), torch.ones(200, 200))  # exp(0); it had not left
     again = packed(stash, torch.zeros(200, 200))
     assert (type(again) is not tuple) is usable
-    reason = "a forked process, and a store that is not made for one: make a stash in it"
+    reason = "this store cannot be used in a forked process: make a new stash there"
     assert list(stash.stats().left) == ([] if usable else [reason])
 
 
@@ -185,7 +185,7 @@ def test_a_change_in_place_names_whose_the_tensor_is():
     stash = Stash(disk=MemoryStore(), keep=None, min_bytes="1KiB")
     sparse = torch.ones(200, 200).to_sparse()
     for tensor, whose in (
-        (torch.ones(2), "a module that is not known for tensors below min_bytes"),
+        (torch.ones(2), "an unknown module"),
         (torch.ones(200, 200), "no module"),  # it may move
         (sparse, "no module"),  # it stays
     ):
@@ -242,7 +242,7 @@ def test_what_was_changed_in_place_is_not_given_to_a_capture():
     section.lock = Noting(lock, taken)
     assert torch.equal(stash.unpack(held), tensor) and taken
     tensor.mul_(2)
-    with pytest.raises(UsageError, match="no module saved before this capture has moved"):
+    with pytest.raises(UsageError, match="no module saved before this capture was moved"):
         stash.unpack(held)
     device.capturing = False
     section.lock = lock

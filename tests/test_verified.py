@@ -198,9 +198,7 @@ def test_a_write_that_was_undone_while_the_bytes_were_copied():
         stash._session.device_tiers[0].evictor.inflight.finish(stash._thread_state())
         held.data.fill_(1.0)
         second = x * held
-    with pytest.raises(
-        InplaceError, match=r"shape \(300, 300\) that no module saved .*written by what"
-    ):
+    with pytest.raises(InplaceError, match=r"shape \(300, 300\) that no module saved are unknown"):
         gradients(second, x)
     del first, second, third
     stash.close()
@@ -290,7 +288,9 @@ def test_an_accelerator_compares_by_itself_and_raises_when_asked(tmp_path, write
         if write is None or step:  # from the second step on it has not left when it is saved again
             assert torch.equal(gradients(second, x)[0], held)
         else:
-            with pytest.raises(StashError, match=r"shape \(300, 300\) that no module saved shares"):
+            with pytest.raises(
+                StashError, match=r"shape \(300, 300\) that no module saved are unknown"
+            ):
                 gradients(second, x)
             with pytest.raises(InplaceError):  # and whenever it is asked
                 gradients(second, x)

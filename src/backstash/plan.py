@@ -158,8 +158,8 @@ class Plan:
         """
         if self.trace is None:
             raise UsageError(
-                "this plan has no measured step: ask stash.plan once it is planned, or read a trace by "
-                "Plan.from_trace"
+                "this plan has no measured step: use stash.plan after the stash has planned, or read a "
+                "trace with Plan.from_trace"
             )
         plan = self.from_trace(
             self.trace.as_dict(), budget, bias_bytes=self.bias_bytes, windows=self.windows
@@ -215,7 +215,8 @@ class Plan:
         """
         if self.state == "measuring":
             raise UsageError(
-                "the plan is not made yet: three steps are measured first; allowed: to save it after them"
+                "the plan is not ready: the first three steps are measured; allowed: to save it after "
+                "them"
             )
         with open(path, "w", encoding="utf-8") as file:
             file.write(self.text())
@@ -293,16 +294,16 @@ class Plan:
     def _check(self) -> None:
         """Raise ``ValueError`` if no plan can have these values, for example one that was read from a file."""
         if type(self.budget_bytes) is not int or self.budget_bytes <= 0:
-            raise ValueError("a budget of no bytes")
+            raise ValueError("the budget is not a positive number of bytes")
         held: list[PlannedClass | PlannedRegion] = [*self.classes, *self.regions]
         figures = [self.predicted, self.measured, self.bound, self.plain]
         numbers: list[Any] = [each.seconds for each in held] + [each.nbytes for each in held]
         for known in filter(None, figures):
             numbers += [known.peak_bytes, known.step_seconds]
         if any(type(each) not in (int, float) or not math.isfinite(each) for each in numbers):
-            raise ValueError("seconds and bytes are numbers")
+            raise ValueError("a time or a size is not a number")
         if any(type(each.name) is not str or type(each.reason) is not str for each in held):
-            raise ValueError("names and reasons are text")
+            raise ValueError("a name or a reason is not text")
         for each in self.classes:
             _check_choices(each.choices, each.blocks, _CHOICES)
         for region in self.regions:
@@ -379,7 +380,9 @@ def _took(seconds: float) -> str:
 
 
 def _no_plan(path: object) -> str:
-    return f"{path} is no plan; allowed: a file that Plan.save or `backstash run --save-plan` wrote"
+    return (
+        f"{path} is not a plan; allowed: a file that Plan.save or `backstash run --save-plan` wrote"
+    )
 
 
 def plan_of(
@@ -458,9 +461,9 @@ def _planned_regions(trace: Trace, solution: Solution, stays: Stays) -> tuple[Pl
                 free,
                 tuple((flag, len([*run])) for flag, run in itertools.groupby(flags)),
                 sum(of[at].save_seconds + of[at].use_seconds for at in again),
-                "cheaper than what else makes room"
+                "cheaper than other ways to free memory"
                 if again
-                else "what it saves costs less to hold",
+                else "keeping what it saves costs less",
                 tuple(
                     tuple(
                         sorted({*stays.get((name, at), ()), *(of[at].stays if at in again else ())})
@@ -474,9 +477,11 @@ def _planned_regions(trace: Trace, solution: Solution, stays: Stays) -> tuple[Pl
 
 def _check_choices(runs: Sequence[tuple[str, int]], whole: int, names: Collection[str]) -> None:
     if type(whole) is not int or not 0 < whole <= _MOST:
-        raise ValueError("how many blocks or forwards there are")
+        raise ValueError("the number of blocks or forwards is not valid")
     if any(name not in names or n < 1 for name, n in runs) or sum(n for _, n in runs) != whole:
-        raise ValueError("not one choice that is known for each")
+        raise ValueError(
+            "a choice is unknown, or the choices do not add up to all blocks or forwards"
+        )
 
 
 def _reason(runs: Sequence[tuple[str, int]], state: str) -> str:
@@ -484,7 +489,7 @@ def _reason(runs: Sequence[tuple[str, int]], state: str) -> str:
         return "everything fits"
     names = {name for name, _ in runs}
     if names == {"keep"}:
-        return "to free a byte of it would take more time than elsewhere"
+        return "freeing a byte of it would take more time than elsewhere"
     if "keep" in names:
-        return "as many as fit stay"
-    return "cheapest at the price of a byte in memory"
+        return "as many as fit are kept"
+    return "cheapest at the plan's price for a byte of memory"

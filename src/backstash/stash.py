@@ -754,8 +754,8 @@ class Stash:
                 return entry.view_in_place(alias)
         raise UsageError(
             f"the {str(entry.dtype).removeprefix('torch.')} tensor of shape {tuple(entry.shape)} that "
-            f"{block.cleanup.module or 'no module'} saved before this capture has moved, and a captured "
-            "graph would not bring it back when it is replayed: capture forward and backward together"
+            f"{block.cleanup.module or 'no module'} saved before this capture was moved out of memory, "
+            "and replaying the captured graph would not load it: capture forward and backward together"
         )
 
     # Reading, and closing.
@@ -864,13 +864,13 @@ class Stash:
 
 
 _WHOLE = (
-    "one compiled graph saves more than half of this step, and its backward takes all of that at once, so the "
-    "peak hardly falls: compile block by block, `for block in model.blocks: block.compile()`"
+    "one compiled graph saves more than half of this step, and its backward needs all of that at once, "
+    "so the peak hardly falls: compile block by block, `for block in model.blocks: block.compile()`"
 )
-_NO_STORE = "a forked process, and a store that is not made for one: make a stash in it"
+_NO_STORE = "this store cannot be used in a forked process: make a new stash there"
 _REMEDY = (
-    "none of torch.func.grad, vjp, jacrev and hessian runs where saved-tensors hooks other than a stash's are "
-    "active: keep them apart, or use torch.autograd.grad, which works"
+    "torch.func.grad, vjp, jacrev and hessian cannot run while saved-tensors hooks other than a "
+    "stash's are active: call them outside of those hooks, or use torch.autograd.grad"
 )
 
 
@@ -921,11 +921,11 @@ def _check_planned(budget: object, plan: object, keep: object) -> None:
         return
     if keep != 0:
         raise UsageError(
-            f"keep={shown(keep)} with {'budget' if plan is None else 'plan'}=: allowed is one of them; the "
-            "plan says what is kept"
+            f"keep={shown(keep)} with {'budget' if plan is None else 'plan'}=: allowed is one of them; "
+            "the plan decides what is kept"
         )
     if budget is not None and plan is not None:
-        raise UsageError("budget= with plan=: allowed is one of them; a plan has its budget")
+        raise UsageError("budget= with plan=: allowed is one of them; a plan has its own budget")
 
 
 class _Region:
@@ -982,10 +982,9 @@ def _levels_of(stash: weakref.ref[Stash]) -> Levels:
 
 def _changed(shape: Any, dtype: torch.dtype, module: str, found: int, saved: int) -> InplaceError:
     """Return the error for a saved tensor that was modified in place; plain PyTorch would raise, too."""
-    where = (
-        clean(module)
-        or "a module that is not known for tensors below min_bytes (min_bytes=0 tells), nor where a budget "
-        "leaves it alone"
+    where = clean(module) or (
+        "an unknown module (tensors below min_bytes, or kept unmanaged by a budget, have no record; "
+        "min_bytes=0 records small ones)"
     )
     remedy = "Change a clone, or change it before it is saved."
     return inplace_error(_named(shape, dtype, where), found, saved, remedy)
@@ -1000,8 +999,8 @@ def _another_process(entry: Entry) -> StashForkedError:
     """Return the error for a forked process's backward: the parent still uses the space of the bytes."""
     name = _named(entry.shape, entry.dtype, clean(entry.block.cleanup.module) or "no module")
     return StashForkedError(
-        f"{name} is held below by the process that this one was forked from, which uses that space on: go "
-        "backward in that process, or run the forward in this one"
+        f"{name} was moved out of memory by the parent process, which still uses that space: run "
+        "backward in the parent process, or run forward again in this process"
     )
 
 
@@ -1010,11 +1009,11 @@ def _unreadable(entry: Entry, error: StashIOError) -> StashIOError:
     name = _named(entry.shape, entry.dtype, clean(entry.block.cleanup.module) or "no module")
     if isinstance(error, StashCorruptError):
         remedy = (
-            "its value is lost: run this step's forward again; other graphs are not affected, and what is "
-            "damaged again and again is the disk"
+            "its value is lost: run this step's forward again; other graphs are not affected. If it "
+            "happens repeatedly, the disk is damaged"
         )
     else:
-        remedy = "nothing was changed: the same backward may be tried again, or forward run again"
+        remedy = "nothing was changed: run the same backward again, or run forward again"
     return type(error)(error.errno, f"{error.strerror}. It was {name}: {remedy}.")
 
 

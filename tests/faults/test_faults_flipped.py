@@ -104,7 +104,7 @@ def test_without_verify_a_flipped_byte_is_a_wrong_gradient_as_the_docs_say(tmp_p
         except (
             InplaceError
         ) as error:  # what was saved again is compared with what was then in memory
-            assert "Disk(verify=True) tells" in str(error)
+            assert "Disk(verify=True) detects this" in str(error)
         flip(stash._store, offset + nbytes // 2)
     assert False in outcomes
     del loss

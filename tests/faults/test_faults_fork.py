@@ -139,7 +139,7 @@ def is_right_or_refused(loss):
     try:
         return b"=" if are_right(torch.autograd.grad(loss, INPUTS, retain_graph=True)) else b"!"
     except StashForkedError as error:
-        return b"r" if "go backward in that process" in str(error) else b"?"
+        return b"r" if "run backward in the parent process" in str(error) else b"?"
 with stash:
     loss = forward()
 with stash:

@@ -104,7 +104,7 @@ def test_a_file_system_that_fills_up(small_file_system, on_full):
     result = run_python(FULL, directory, on_full, before=enter)
     assert (result.returncode, result.stderr) == (0, "")
     first = result.stdout.splitlines()[0]
-    assert "has no room for" in first and "No space left on device" in first
+    assert "has no space for" in first and "No space left on device" in first
     assert str(directory) in first and "free space" in first
 
 
@@ -130,5 +130,5 @@ def test_backstash_run_on_a_full_file_system_ends_as_without(small_file_system, 
     )
     assert held.returncode == plain.returncode == 0, held.stderr + plain.stderr
     assert held.stdout == plain.stdout
-    assert "has no room for" in held.stderr, held.stderr
+    assert "has no space for" in held.stderr, held.stderr
     assert sys.platform == "linux"

@@ -48,7 +48,7 @@ def test_a_write_that_fails_leaves_its_block_in_place(tmp_path, monkeypatch, mix
         gc.collect()
         if told:
             message = str(told[0].message)
-            assert os.strerror(number) in message and "left in place" in message
+            assert os.strerror(number) in message and "kept in memory" in message
         stash.close()
         stats = stash.stats()
         assert (stats.blocks, stats.keep_bytes, stats.inflight_bytes, stats.disk_bytes) == (0,) * 4

@@ -187,7 +187,7 @@ def test_contexts_left_in_the_wrong_order_are_an_error_and_are_put_right() -> No
     )
     one.__enter__()
     two.__enter__()
-    with pytest.raises(UsageError, match=r"left before 1 context"):
+    with pytest.raises(UsageError, match=r"exited before 1 context"):
         one.__exit__(None, None, None)
     x = leaf()
     y = x * x
@@ -201,7 +201,7 @@ def test_torchs_own_pair_above_is_kept_too() -> None:
     one, two = saved_tensors_hooks(same, same), stock.saved_tensors_hooks(same, same)
     one.__enter__()
     two.__enter__()
-    with pytest.raises(UsageError, match="left before 1 context"):
+    with pytest.raises(UsageError, match="exited before 1 context"):
         one.__exit__()
     assert current(False)[0] is same
     two.__exit__()
@@ -211,7 +211,7 @@ def test_an_exit_too_many_is_an_error_and_changes_nothing() -> None:
     one, two = saved_tensors_hooks(same, same), saved_tensors_hooks(same, same)
     with two:
         before = current(False)
-        with pytest.raises(UsageError, match="left where it is not active"):
+        with pytest.raises(UsageError, match="exited where it is not active"):
             one.__exit__()
         assert current(False) == before
 

@@ -451,7 +451,7 @@ def test_backward_on_another_thread() -> None:
 
 def test_a_context_entered_inside_and_left_too_late_is_an_error_and_is_put_right() -> None:
     inner = saved_tensors_hooks(lambda t: t.clone(), lambda t: t)
-    with pytest.raises(UsageError, match="left before 1 context"):
+    with pytest.raises(UsageError, match="exited before 1 context"):
         with allow_mutation_on_saved_tensors():
             inner.__enter__()
             torch.ones(1, requires_grad=True).exp()

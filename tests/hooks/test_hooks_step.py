@@ -88,7 +88,9 @@ def test_frozen_and_unselected_parameters_stay(chain: nn.Sequential) -> None:
 def test_leftover_gradients_are_refused(chain: nn.Sequential, state_of) -> None:
     chain(data()[0]).sum().backward()
     before = state_of(chain)
-    with pytest.raises(UsageError, match=r"gradients are there already \(0.weight.*zero_grad"):
+    with pytest.raises(
+        UsageError, match=r"parameters already have gradients \(0.weight.*zero_grad"
+    ):
         step_in_backward(adam, chain)
     assert state_of(chain) == before
     with step_in_backward(adam, chain, allow=["accumulation"]):

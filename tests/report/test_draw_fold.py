@@ -84,7 +84,10 @@ def test_repeated_blocks_are_drawn_once() -> None:
     (row,) = [tensor for tensor in inside[2].tensors]
     assert (row.shape, row.count, row.nbytes) == (("2", "4", "16"), 12, 12 * 512)
     assert "12 x Block  blocks.0 … blocks.11, each uses the one before" in drawing.to_svg()
-    assert "Modules in which one operation at most saves something are one box" in drawing.notes[0]
+    assert (
+        "Modules in which at most one operation saves something are drawn as one box"
+        in drawing.notes[0]
+    )
     without = draw(labelled(model), model, collapse_repeated=False)
     assert all(group.repeats == 1 for group in without.groups)
     assert len(without.nodes) > len(drawing.nodes)

@@ -95,7 +95,7 @@ def report(**parts):
         },
         "stalls": [
             {"seconds": 0.75, "duration": 0.02, "module": "blocks.1.mlp", "what": "backward"},
-            {"seconds": 1.5, "duration": 0.001, "module": "room for more", "what": "forward"},
+            {"seconds": 1.5, "duration": 0.001, "module": "space for more", "what": "forward"},
         ],
         "advice": [{"text": "Keep more.", "code": "--keep 32MiB"}],
         "graph": GRAPH,

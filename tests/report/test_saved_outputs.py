@@ -36,10 +36,10 @@ def test_masks_indices_and_zeros_are_found() -> None:
     assert of(torch.cat([coin, coin])) == (MASK, COUNT // 4)
     assert of(torch.where(coin, 2.0, 0.0)) == (MASK, COUNT // 8 + 8)
     assert of(torch.where(coin, 2.0, 0.0).to(torch.float64)) == (MASK, COUNT // 8 + 16)
-    assert of(torch.arange(COUNT) % 200) == ("int64: 1 of 8 bytes would do", COUNT)
-    assert of(torch.arange(COUNT) * 3 - 5) == ("int64: 4 of 8 bytes would do", 4 * COUNT)
-    assert of((torch.arange(COUNT) % 9).int() - 4) == ("int32: 1 of 4 bytes would do", COUNT)
-    assert of(torch.arange(COUNT) % 100 + 2**40) == ("int64: 1 of 8 bytes would do", COUNT)
+    assert of(torch.arange(COUNT) % 200) == ("int64: 1 of 8 bytes are enough", COUNT)
+    assert of(torch.arange(COUNT) * 3 - 5) == ("int64: 4 of 8 bytes are enough", 4 * COUNT)
+    assert of((torch.arange(COUNT) % 9).int() - 4) == ("int32: 1 of 4 bytes are enough", COUNT)
+    assert of(torch.arange(COUNT) % 100 + 2**40) == ("int64: 1 of 8 bytes are enough", COUNT)
     assert of(torch.full((COUNT,), -0.0)) == of(torch.full((COUNT,), 7)) == (CONSTANT, 0)
     values = torch.randn(COUNT).relu()
     assert of(values) == (ZEROS, COUNT // 8 + 4 * int(values.count_nonzero()))
@@ -116,9 +116,9 @@ def test_waste_is_added_up_over_alike_modules() -> None:
     found = {(waste.what, waste.name): waste for waste in saved.waste}
     masks = found[MASK, "blocks.*"]
     assert (masks.tensors, masks.nbytes) == (3, 3 * 4 * 8 * 4096 * 4)
-    assert found["int64: 2 of 8 bytes would do", "pool"].could_be_bytes == 4 * 8 * 2048 * 2
+    assert found["int64: 2 of 8 bytes are enough", "pool"].could_be_bytes == 4 * 8 * 2048 * 2
     assert (ZEROS, "relu") in found
-    assert any("one bit each would do" in line for line in str(saved).splitlines())
+    assert any("one bit each is enough" in line for line in str(saved).splitlines())
     with saved_report(look=False) as unseen:
         Wasteful()(torch.randn(4, 8, 4096, requires_grad=True))
     assert not any(waste.what.startswith(("two", "zeros", "int")) for waste in unseen.waste)

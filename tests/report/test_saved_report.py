@@ -255,7 +255,7 @@ def test_checkpoint_tells_what_it_lets_go_and_what_it_saves() -> None:
         assert [(tensor.nbytes, tensor.where) for tensor in boundary] == [(x.nbytes, "in place")]
         rows = {row.module: row.recomputed_bytes for row in saved.rows}
         assert rows == {"": 0, "0": 0, "1": x.nbytes, "2": 0, "3": 0}
-        assert "3.91 KiB go" in saved.notes[0] and "3.91 KiB recomputed" in str(saved)
+        assert "discarded 3.91 KiB" in saved.notes[0] and "3.91 KiB recomputed" in str(saved)
 
 
 def test_reentrant_checkpoint_says_what_it_does_not_know() -> None:
@@ -392,9 +392,9 @@ def test_misuse_is_told() -> None:
         saved_report("model")  # type: ignore[arg-type]
     saved = saved_report()
     with saved:
-        with pytest.raises(UsageError, match="entered once"):
+        with pytest.raises(UsageError, match="entered only once"):
             saved.__enter__()
-    with pytest.raises(UsageError, match="entered once"):
+    with pytest.raises(UsageError, match="entered only once"):
         saved.__enter__()
     with pytest.raises(UsageError, match="more often"):
         saved.__exit__(None, None, None)
@@ -435,7 +435,7 @@ def test_it_is_left_on_the_thread_that_entered_it() -> None:
         thread.start()
         thread.join()
         y = x.exp()
-    assert caught == ["a saved report is left on the thread that entered it"]
+    assert caught == ["a saved report must be exited on the thread that entered it"]
     assert saved.unique_bytes == 12 and y.requires_grad
 
 

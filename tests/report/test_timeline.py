@@ -443,7 +443,7 @@ def test_what_backward_had_made_again_is_told(folded, tmp_path):
         line.made_again_seconds
     )
     text = str(line)
-    assert f"made again: {blocks} blocks computed, {line.unpacked_blocks} unpacked" in text
+    assert f"rebuilt: {blocks} blocks recomputed, {line.unpacked_blocks} unpacked" in text
     assert "blocks.1.0 (1.22 MiB recomputed)" in text
     line.to_chrome_trace(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]

@@ -203,7 +203,7 @@ class ProcessMeter(Meter):
             self._last_bytes = self._read()
         except OSError as error:
             raise UsageError(
-                f"budget= needs to know the process's resident memory, and {_STATM} cannot be read here "
+                f"budget= needs the process's resident memory, and {_STATM} cannot be read here "
                 f"({error.strerror}); give keep= instead"
             ) from error
 

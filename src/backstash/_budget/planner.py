@@ -526,8 +526,9 @@ class Planner(Controller):
             self._look_whether_it_fits(first_trace)
         elif (other := _most_other(first_trace)) > self._budget:
             self._warn_too_small(
-                f"{self._named} cannot be kept: beside the tensors that are saved for backward this step holds "
-                f"{format_bytes(other)}; the second step tells which budget is the smallest that can be kept"
+                f"{self._named} cannot be kept: in addition to the tensors saved for backward this "
+                f"step holds {format_bytes(other)}; the smallest budget that can be kept is known "
+                "after the second step"
             )
 
     def _look_whether_it_fits(self, trace: Trace) -> None:
@@ -535,8 +536,8 @@ class Planner(Controller):
         after the second, which shows what can be recomputed and packed."""
         if self._smallest_of(trace) > self._budget:
             self._warn_too_small(
-                f"{self._named} cannot be kept: a step takes more, although everything moves that can; the "
-                "smallest budget that can be kept is known after three steps"
+                f"{self._named} cannot be kept: a step needs more, even with everything moved that can "
+                "move; the smallest budget that can be kept is known after three steps"
             )
 
     def _smallest_of(self, trace: Trace) -> int:
@@ -580,7 +581,9 @@ class Planner(Controller):
             self._has_failed = True
             self._limits.lower_resident(0)
         if self.follower.plan.state == "loaded":
-            return f"{step}: a loaded plan is followed as it is; allowed: budget= to have one made"
+            return (
+                f"{step}: a loaded plan is never changed; give budget= instead to have a plan made"
+            )
         if (
             self.follower.choices is not None
             and self.follower.plan.state != "too small"
@@ -591,15 +594,16 @@ class Planner(Controller):
             self._solving.forget_kept()
             if self._solving.found is not None and not self._solving.is_running:
                 self._solve(self._solving.found[0])
-            return (
-                f"{step}: plans use {format_bytes(least)} less of it from now on, so run it again"
-            )
+            return f"{step}: plans use {format_bytes(least)} less of it from now on, so run the step again"
         if self.follower.plan.state != "too small":
             self._limits.set_windows((windows[0] // 2, windows[1] // 2))
             is_less = self._limits.windows != windows and max(windows) > _GUARD_BYTES
             keeps = self._first_steps.mode != "all" and not self._shape.is_larger and limit != 0
             if self._tier is not None and (is_less or keeps):
-                return f"{step} with no plan for it: less is held from now on, so run it again"
+                return (
+                    f"{step} before it had a plan: the stash holds less from now on, so run the step "
+                    "again"
+                )
         return f"{step} with everything moved that can move: no plan makes it fit"
 
     @property
@@ -615,9 +619,9 @@ class Planner(Controller):
             if self._strict and self._too_small is not None:
                 self._refusal = self._too_small
             elif self._exceeding == _WARNED_AT and (self._strict or not self.notes):
-                why = "It is planned for what the largest step that was measured saves and holds"
+                why = "The plan fits the largest measured step, and these steps needed more memory"
                 if self.follower.plan.state == "loaded":
-                    why = "A loaded plan is followed as it is; allowed: budget= to have one made"
+                    why = "A loaded plan is never changed; give budget= instead to have a plan made"
                 self._refuse(
                     f"{self._named} was exceeded in {_WARNED_AT} steps; the last one held "
                     f"{format_bytes(highest_bytes)}. {why}"
@@ -945,7 +949,8 @@ class Planner(Controller):
         elif plan.state == "too small" and (before is None or self._too_small is not None):
             note = (
                 f"{self._named} cannot be kept: the smallest that this step can keep is "
-                f"{format_bytes(self._smallest_bytes)}; everything that can move or be recomputed does"
+                f"{format_bytes(self._smallest_bytes)}, with everything moved or recomputed that can "
+                "be"
             )
             self._warn_too_small(note)
         at_start = trace.moments[0].other_bytes if trace.moments else 0

@@ -64,7 +64,7 @@ class Solving:
 
     Args:
         windows: those that are given, of both directions; see :func:`solve`.
-        notes: gets a line if no plan could be made; the previous plan then stays in force.
+        notes: gets a line if planning failed; the previous plan then stays in force.
     """
 
     def __init__(self, windows: tuple[int | None, int | None], notes: dict[str, None]) -> None:
@@ -131,7 +131,7 @@ class Solving:
                     smallest = smallest_budget(trace, allowed=allowed, windows=self._windows)
                 self.found = planned_for, solution, smallest
             except Exception as error:  # a failed plan must not end the program
-                note = f"no plan could be made ({error!r}): what was done before goes on"
+                note = f"planning failed ({error!r}): the stash continues as before"
                 self._notes[note] = None
                 self.has_failed, self.found = True, self.taken
 

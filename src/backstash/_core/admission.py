@@ -35,12 +35,12 @@ __all__ = ["NESTED", "SMALL", "Admission"]
 
 SMALL = "smaller than min_bytes"
 _TRANSFORM = (
-    "torch.func.grad, vjp, jacrev or hessian, so many calls: hooks are not allowed inside, and what it saved "
-    "is not known"
+    "torch.func.grad, vjp, jacrev or hessian ran: hooks are not allowed inside, so what it saved is "
+    "not known"
 )
-FITS = "there is room for it within the budget"
+FITS = "it fits within the budget"
 SMALL_STEP = "its step saves too little for moving to free memory"
-NESTED = "saved by a signal's handler or a finalizer, in the middle of another call"
+NESTED = "saved by a signal handler or a finalizer that interrupted another call of the stash"
 _COPIED = "smaller than min_bytes: copied, so that its large storage is not held"
 _NO_TIER = "no tier below: give disk="
 _NO_HOST = "no tier below: give host="
@@ -708,7 +708,9 @@ class Admission:
             return self._stay(tensor, _PARAMETER)
         name = type(tensor).__name__
         if not is_wrapper_subclass(tensor):
-            return self._stay(tensor, f"a {name}, which does not say how it is made up")
+            return self._stay(
+                tensor, f"a {name}, which does not list its inner tensors (__tensor_flatten__)"
+            )
         tiers = self._session.tiers_of(tensor.device)
         if isinstance(tiers, str):
             return self._stay(tensor, tiers)

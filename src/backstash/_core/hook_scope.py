@@ -64,12 +64,12 @@ def leave_scope(thread_state: ThreadState, frame: FrameType | None = None) -> No
     """
     _clear_stale(thread_state)
     if not thread_state.scopes:
-        raise UsageError("this thread left a stash more often than it entered it")
+        raise UsageError("this thread exited a stash more often than it entered it")
     scope = thread_state.scopes[-1]
     if scope.frame is not frame:
         if frame is not None:  # a module's forward failed before the pre-hook could push a pair
             return
-        raise UsageError("a stash was left inside the forward of a module it is attached to")
+        raise UsageError("a stash was exited inside the forward of a module it is attached to")
     try:
         _take_out(scope)
         thread_state.scopes.pop()
@@ -107,13 +107,14 @@ def _take_out(scope: Scope) -> None:
         if scope.is_off or left_aside(pack):
             return
         raise UsageError(
-            "another saved-tensors context popped the stash's hooks: contexts were left in the "
-            "wrong order; leave them in the reverse of the order they were entered"
+            "another saved-tensors context popped the stash's hooks: contexts were exited in the wrong "
+            "order; exit them in the reverse of the order they were entered"
         )
     if above:
         raise UsageError(
-            f"a stash was left while {len(above)} saved-tensors context(s) entered after it were still "
-            "active: leave them in the reverse order (the stash's hooks were taken out, theirs remain)"
+            f"a stash was exited while {len(above)} saved-tensors context(s) entered after it were "
+            "still active: exit them in the reverse order (the stash's hooks were removed, theirs "
+            "remain)"
         )
 
 

@@ -372,8 +372,8 @@ class Session:
     def _check_loaded(self) -> None:
         if self.planners and all(each.matches_nothing for each in self.planners.values()):
             raise UsageError(
-                "the plan was made for another model, or for a batch of another size: none of its classes was "
-                "saved in the first step; allowed: a plan of this model, or budget= to have one made"
+                "the plan does not match this model or this batch size: the first step saved none of "
+                "its tensor classes; allowed: a plan of this model, or budget= to make one"
             )
 
     def drain(self) -> None:

@@ -218,7 +218,7 @@ class Accelerator(Device):
             self.used(up.memory)
         for tensor in (bytes_back, up.memory):
             if not torch.equal(tensor.cpu(), bytes_here):
-                raise RuntimeError("what is copied by another stream comes back different")
+                raise RuntimeError("a copy on another stream returned different bytes")
         self.free_bytes()
         self.failures()
 

@@ -118,7 +118,7 @@ def kernel(device: torch.device) -> ModuleType | str:
             return (
                 fingerprint_kernel
                 if _is_right(fingerprint_kernel, device)
-                else "it tells other sums"
+                else "it computes other sums"
             )
     except torch.OutOfMemoryError:
         raise  # try again another time

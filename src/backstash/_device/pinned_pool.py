@@ -172,14 +172,15 @@ class PinnedPool:
         rounded = 1 << (size - 1).bit_length()
         if self.budget is not None and self.slab_bytes + rounded > self.budget:
             rounded //= 2
-        too_large = "the budget has no power of two for it"
+        too_large = "the budget allows no power of two that is large enough"
         own = self._pins.pinned(rounded) if rounded >= least else too_large
         if isinstance(own, Tensor) and own.data_ptr() % PAGE_BYTES:
-            own = "its memory does not begin on a page"
+            own = "its memory is not page-aligned"
         if isinstance(own, str):
             why = f"{refusal}; PyTorch's allocator: {own}"
             self.note = (
-                self.note or f"host memory is not pinned ({why}): copies do not run beside compute"
+                self.note
+                or f"host memory is not pinned ({why}): copies do not overlap with compute"
             )
             return None
         self.note = self.note or f"host memory is pinned by PyTorch's allocator ({refusal})"

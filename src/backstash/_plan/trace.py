@@ -230,11 +230,11 @@ class Trace:
     def check(self) -> None:
         """Raise ``ValueError`` if no step can have this trace, for example one that was read from a file."""
         if self.span("save").keys() != set(range(len(self.blocks))):
-            raise ValueError("each block is saved once")
+            raise ValueError("a block is not saved exactly once")
         if any(each.block not in range(len(self.blocks)) for each in self.moments):
-            raise ValueError("a moment of no block")
+            raise ValueError("a moment refers to a block that does not exist")
         if any("keep" not in each.options for each in self.blocks):
-            raise ValueError("each block may be kept")
+            raise ValueError('a block has no option "keep"')
         numbers = [each.seconds for each in self.moments]
         numbers += [
             number
@@ -245,18 +245,18 @@ class Trace:
         numbers += [self.beside_left_bytes, *(each.other_bytes for each in self.moments)]
         numbers += [self.links.down_rate, self.links.up_rate, self.links.latency_seconds]
         if any(not math.isfinite(each) or each < 0 for each in numbers):
-            raise ValueError("seconds, bytes and rates are not below 0")
+            raise ValueError("a time, a size or a rate is negative or not finite")
         if not (self.links.down_rate and self.links.up_rate):
-            raise ValueError("a rate of 0")
+            raise ValueError("a transfer rate is 0")
         members = [at for each in self.regions for at in (*each.members, *each.inputs)]
         cuts = [cut for each in self.regions for cut in each.cuts]
         members += [at for each in cuts for at in (*each.members, *each.inputs)]
         if not all(each.members and 0 <= each.part <= 1 for each in cuts):
-            raise ValueError("a cut recomputes blocks, in a part of the time")
+            raise ValueError("a cut has no blocks, or its part is not between 0 and 1")
         if not all(each.members and each.small_bytes >= 0 for each in self.regions):
-            raise ValueError("a region lets go of blocks")
+            raise ValueError("a region has no blocks, or its small_bytes are negative")
         if any(not 0 <= at < len(self.blocks) for at in members):
-            raise ValueError("a region of blocks that there are not")
+            raise ValueError("a region refers to a block that does not exist")
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values for a JSON file."""
@@ -272,7 +272,7 @@ class Trace:
         try:
             if values["format"] != _FORMAT:
                 raise UsageError(
-                    f"a trace of format {values['format']!r}: this version reads {_FORMAT}"
+                    f"the trace has format {values['format']!r}, and this version reads {_FORMAT}"
                 )
             left = values.get("left_seconds")
             trace = cls(
@@ -311,7 +311,7 @@ class Trace:
         except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
             if isinstance(error, UsageError):
                 raise
-            raise UsageError(f"this is no trace of a step: {error!r}") from error
+            raise UsageError(f"this is not the trace of a step: {error!r}") from error
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Trace:
@@ -326,8 +326,8 @@ class Trace:
         except (OSError, ValueError, UsageError) as error:
             why = error.strerror if isinstance(error, OSError) else error
             raise UsageError(
-                f"{os.fspath(path)!r} is no trace of a step; allowed: a file that `backstash plan --trace FILE "
-                f"SCRIPT` wrote ({why})"
+                f"{os.fspath(path)!r} is not the trace of a step; allowed: a file that `backstash plan "
+                f"--trace FILE SCRIPT` wrote ({why})"
             ) from error
 
     def uses(self) -> Iterator[int]:

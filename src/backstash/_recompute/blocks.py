@@ -38,8 +38,8 @@ MOST_OPERATIONS = 16
 """The longest chain of operations from the blocks saved before it to a recomputed block."""
 MOST_BLOCKS = 4
 """The longest chain of recomputed blocks: backward may need all of them at once."""
-_TOO_MANY = "it would be the {}th recomputed one after another, of at most {}"
-NOT_HELD = "what it is computed from is not held"
+_TOO_MANY = "it would be number {} in a chain of recomputed tensors, of at most {}"
+NOT_HELD = "the tensors that it is computed from are not saved"
 _MOST_COPIED_BYTES = 256 * 2**10  # for one replay ahead of need
 
 
@@ -302,7 +302,7 @@ class Replay:
         return _Recomputation(self, block.dtype, tuple(owned), fingerprint)
 
     def __repr__(self) -> str:
-        return f"{self._slice.name} computed again"
+        return f"recomputing {self._slice.name}"
 
 
 class _Recomputation(Derivation):

@@ -49,7 +49,7 @@ from .tape import UNSEEN, Place, Tape, place_of
 __all__ = ["FoundModules", "Graph", "Region"]
 
 _REFUSED = "not recomputed: "
-_OTHER_BITS = "computed again it has other bits"
+_OTHER_BITS = "recomputing it gives different bits"
 _SAMPLED_BYTES, _SAMPLED_ELEMENTS = 4 << 10, 1024
 
 
@@ -353,7 +353,7 @@ class Call:
         except InplaceError:
             raise  # a value differs from plain PyTorch's
         except Exception as error:  # raised by a kernel
-            values, reason = [], f"computed again, {type(error).__name__}: {error}"
+            values, reason = [], f"recomputing it raised {type(error).__name__}: {error}"
         else:
             reason = ""
         alike = [True] * len(values) + [False] * (len(same) - len(values))
@@ -420,7 +420,7 @@ class Call:
             values = replay([(each.state, each.place) for each in wanted], region.unpack)
         except InplaceError as error:
             raise InplaceError(
-                f"what {self.name} saved was let go and cannot be computed again: {error}"
+                f"the tensors that {self.name} saved were discarded and cannot be recomputed: {error}"
             ) from error
         for each, value in zip(wanted, values, strict=True):
             if each.told is not None and region.sample(value, each.told[0]) != each.told:
@@ -778,9 +778,11 @@ def _reason_against() -> str:
     """Return why nothing can be recorded now, or ``""``."""
     pair = current_pair()
     if pair is not None and is_of_checkpoint(own_pack(pair)):
-        return "torch.utils.checkpoint is around it, and runs it again itself"
+        return "it is inside torch.utils.checkpoint, which already recomputes it"
     if type(innermost_mode()) is Tape:
-        return "another stash recomputes it: remove() what that one's recompute() returned"
+        return (
+            "another stash recomputes it: call remove() on the handle that its recompute() returned"
+        )
     if count_dispatch_modes() > 0:
         return (
             "a dispatch mode of the program's is active, which may change what operations compute"

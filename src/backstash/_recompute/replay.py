@@ -192,8 +192,8 @@ def _unpacked(outside: Outside, unpack: Callable[[Any], Tensor]) -> Tensor:
     value = unpack(outside.packed).detach()
     if outside.told is not None and told(value) != outside.told:
         raise InplaceError(
-            f"data of shape {tuple(value.shape)} that it was given was changed since forward, by what raises "
-            "no version (NumPy, .data)"
+            f"an input of shape {tuple(value.shape)} was changed since forward without a new version "
+            "(NumPy, .data)"
         )
     return value
 

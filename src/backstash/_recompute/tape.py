@@ -81,18 +81,18 @@ __all__ = [
 Place = tuple[Any, ...]
 """A tensor's place in its memory: dtype, shape, stride, offset, and its conj and neg bits."""
 
-_UNSAVED = "it follows from a tensor that PyTorch does not save, and lets programs change"
+_UNSAVED = "it depends on a tensor that PyTorch does not save and that programs may change"
 _CHANGED = "its input was changed in place"
-UNSEEN = "what made it was not seen"
+UNSEEN = "the operation that computed it was not recorded"
 _SUBCLASS = "a tensor subclass computed it"
 _IN_FUNCTION = "an autograd.Function computed it"
-_PRODUCT = "{} takes long: give its module to recompute()"
-_OTHERWISE = "it is computed in another way while operations are recorded"
+_PRODUCT = "{} is expensive to repeat: pass its module to recompute()"
+_OTHERWISE = "PyTorch computes it differently while operations are recorded"
 _OTHER_STREAM = "it was made on another stream"
-_ANY_ORDER = "{} may add in another order each time"
+_ANY_ORDER = "{} may add in a different order each time"
 _MOST_COPIED_BYTES = 64 << 10
 _LOOKED_EVERY = 32  # operations between two checks that the forward still runs
-TOO_FAR = "it is {} operations away from what is held, more than {}"
+TOO_FAR = "it takes {} operations to compute it from saved tensors, more than {}"
 
 
 def place_of(tensor: Tensor) -> Place:
@@ -480,7 +480,7 @@ class Tape(SilentMode):
         for each in writes:
             why = reason or (_CHANGED if each.is_statistic else "")
             if each.tensor.untyped_storage().nbytes() != each.nbytes:
-                why = why or f"{operation.name} gave it other memory"
+                why = why or f"{operation.name} resized its memory"
             each.memory.state = self._made(
                 op, each.tensor.device, why, hash((key, each.place)), argument=each.place
             )

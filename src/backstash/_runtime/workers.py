@@ -79,8 +79,8 @@ class Work(Transfer):
 
     def _refuse(self) -> bool:
         self.error = StashForkedError(
-            "bytes that the process from which this one was forked moves: go backward in that process, "
-            "or run the forward in this one"
+            "the parent process of this fork is moving these bytes: run backward in the parent "
+            "process, or run forward again in this process"
         )
         self._call, self.finished = None, True
         return True

@@ -143,11 +143,11 @@ def written_unseen(entry: Entry) -> InplaceError:
     """Return the error for memory that was written without a new version, and that another save needs."""
     kind, module = str(entry.dtype).removeprefix("torch."), clean(entry.block.cleanup.module)
     return InplaceError(
-        f"the {kind} tensor of shape {tuple(entry.shape)} that {module or 'no module'} saved shares memory "
-        "that was saved before, left, and was then written by what raises no version (.data, NumPy, a tensor "
-        "with a version counter of its own), or the disk gave back other bytes than were written "
-        "(Disk(verify=True) tells): the bytes of this save are not known. Run forward again, and write through "
-        "the tensor itself"
+        f"the values of the {kind} tensor of shape {tuple(entry.shape)} that {module or 'no module'} "
+        "saved are unknown: it shares memory with an earlier saved tensor that was moved out of "
+        "memory, and that memory was then changed without a new version (.data, NumPy, a tensor with a "
+        "version counter of its own), or the disk returned other bytes than were written "
+        "(Disk(verify=True) detects this). Run forward again, and change the tensor itself"
     )
 
 
@@ -155,19 +155,19 @@ def recomputed_otherwise(entry: Entry, what: object) -> InplaceError:
     """Return the error for a tensor that was freed and whose recomputed bits differ."""
     module = clean(entry.block.cleanup.module)
     return InplaceError(
-        f"the tensor of shape {tuple(entry.shape)} that {module or 'no module'} saved was to be recomputed, "
-        f"and {what!r} gives other bits: its input was changed since forward (a parameter by its optimizer, or "
-        "a tensor by what raises no version: .data, NumPy), or a setting of PyTorch was. Run "
-        'forward again, or give this module no Action("recompute")'
+        f"{what!r} for the tensor of shape {tuple(entry.shape)} that {module or 'no module'} saved gave "
+        f"different bits: its input was changed since forward (a parameter by its "
+        "optimizer, or a tensor without a new version: .data, NumPy), or a setting of PyTorch was "
+        'changed. Run forward again, or give this module no Action("recompute")'
     )
 
 
 def replayed_otherwise(module: str, shape: object) -> InplaceError:
     """Return the error for a tensor that was freed and whose bits differ when its operations are replayed."""
     return InplaceError(
-        f"the tensor of shape {shape} that {module or 'no module'} saved was let go, and the operations that "
-        "made it, replayed, give other bits: what they were given was changed since forward by what raises no "
-        "version (.data, NumPy), or a kernel that is no operation of PyTorch's wrote to their memory. Run "
+        f"the tensor of shape {shape} that {module or 'no module'} saved was discarded, and "
+        "recomputing it gave different bits: an input was changed since forward without a new version "
+        "(.data, NumPy), or a kernel that is not an operation of PyTorch wrote to its memory. Run "
         "forward again, or do not recompute() this module"
     )
 

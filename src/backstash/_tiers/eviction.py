@@ -196,7 +196,7 @@ class Evictor:
             return
         limit = self.resident.halve()
         if limit is not None:
-            note = f"out of device memory: keep is {format_bytes(limit)} from then on"
+            note = f"out of device memory: keep is lowered to {format_bytes(limit)}"
             self.health.notes.add("out of memory", note)
 
     def forget(self) -> None:

@@ -103,14 +103,14 @@ class TierHealth:
         text = str(failure)
         # A new error each time: a stored exception would keep alive the frames that it passed through.
         self.is_well = False
-        self._broken = lambda: kind(number, f"{text}; nothing more is sent there")
+        self._broken = lambda: kind(number, f"{text}; nothing more is written there")
         if not self._raises:
             self._emit(self._broken())
 
     def _emit(self, error: StashError) -> None:
         if self._raises:
             raise error
-        note, kind = f"left in place: {error}", "broken" if self._broken is not None else "full"
+        note, kind = f"kept in memory: {error}", "broken" if self._broken is not None else "full"
         is_first = "broken" not in self.notes and "full" not in self.notes
         self.notes.add(kind, note)
         if is_first:

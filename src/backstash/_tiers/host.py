@@ -133,7 +133,7 @@ class HostTier(LowerTier):
             return load
         buffer = self.buffers.take_idle(backing.nbytes)
         if buffer is None and ahead:
-            raise MemoryError("no room in host memory to read ahead")
+            raise MemoryError("no space in host memory to read ahead")
         # This memory is not pinned, so its copy does not overlap computation, but the bytes are needed now.
         staged = buffer.memory if buffer is not None else mapped(backing.nbytes)[: backing.nbytes]
         load = self._load(below.slot, staged, buffer, ahead=ahead)

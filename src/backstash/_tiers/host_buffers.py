@@ -62,7 +62,7 @@ class HostBuffers:
             remedy = f" ({pool.refusal}): free memory, or lower host="
         return StashFullError(
             errno.ENOSPC,
-            f"host memory has no room for {format_bytes(nbytes)} beside the "
+            f"host memory has no space for {format_bytes(nbytes)} in addition to the "
             f"{format_bytes(pool.used_bytes)} it holds{writeback.refusal or remedy}",
         )
 

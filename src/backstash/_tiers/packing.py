@@ -153,9 +153,9 @@ class Packer:
             alias = block.placement.alias
             if not reason and alias is not None:
                 told = self._mark(alias.untyped_storage())
-                reason = "" if told is not None else "no memory to note its bytes in"
+                reason = "" if told is not None else "no memory to fingerprint it"
         except (torch.OutOfMemoryError, MemoryError):
-            reason = "no memory to compute it in"
+            reason = "no memory to recompute it"
         if block.storage_version.changed:
             self._resident.lose(block)
             return None
@@ -185,7 +185,7 @@ class Packer:
         self.saw_unknown = True
         given = replay.given()
         if given is None:
-            return "its input has left, and nothing was compared"
+            return "its input was moved out of memory before the replay could be compared"
         reason = self._compare(block, replay, given)
         if not reason:
             self._replayed.add(key)
@@ -203,7 +203,7 @@ class Packer:
             except (RuntimeError, TypeError) as error:
                 if isinstance(error, torch.OutOfMemoryError):
                     raise
-                return f"{replay!r} was refused by PyTorch"
+                return f"PyTorch raised an error when {replay!r}"
             self._replay_seconds = self._seconds_since(began)
             if not torch.equal(integers(values.view(block.dtype)), integers(out)):
                 return f"{replay!r} does not give the same bytes"
@@ -297,14 +297,14 @@ class Packer:
                     return encoded
                 if not isinstance(encoded, Encoded):
                     raise UsageError(
-                        f"{codec!r} encoded to {type(encoded).__name__}: allowed is an Encoded, or a str that "
-                        "says why not"
+                        f"{codec!r} returned {type(encoded).__name__}; allowed: an Encoded, or a str "
+                        "with the reason why it does not encode"
                     )
                 encoded = Encoded(_own(encoded.payload, values, codec), encoded.recipe)
                 if encoded.payload is not None and encoded.payload.nbytes >= block.nbytes:
                     return NOT_SMALLER
                 if codec.exact and not self._comes_back(values, encoded, codec):
-                    return f"{codec!r} does not give the same bytes back"
+                    return f"{codec!r} does not restore the same bytes"
         except (torch.OutOfMemoryError, MemoryError):
             return "no memory to pack it in"
         return encoded
@@ -536,7 +536,7 @@ def _check(
         return None
     check = device.compare(derivation.fingerprint, storage, low, nbytes)
     if check is None:
-        raise torch.OutOfMemoryError("no memory to compare what was computed again")
+        raise torch.OutOfMemoryError("no memory to compare a recomputed tensor with the saved one")
     return check
 
 
@@ -548,8 +548,8 @@ def _own(payload: Tensor | None, values: Tensor, codec: Codec) -> Tensor | None:
         is_tensor = isinstance(payload, Tensor)
         what = f"{tuple(payload.shape)} on {payload.device}" if is_tensor else repr(payload)
         raise UsageError(
-            f"{codec!r} encoded to {type(payload).__name__} {what}: allowed is a Tensor on {values.device} "
-            "with elements, or None"
+            f"{codec!r} has the payload {type(payload).__name__} {what}; allowed: a nonempty Tensor on "
+            f"{values.device}, or None"
         )
     storage = payload.untyped_storage()
     is_own = storage.data_ptr() != values.untyped_storage().data_ptr()

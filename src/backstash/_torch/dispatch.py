@@ -100,7 +100,7 @@ def put_back(mode: TorchDispatchMode, above: int) -> None:
         push_mode(each)
 
 
-_REPLAYS = "computes again what was let go"
+_REPLAYS = "recomputes what was discarded"
 
 below_autograd: Callable[[], AbstractContextManager[Any]] = required(
     "torch._C._AutoDispatchBelowAutograd", _REPLAYS

@@ -34,13 +34,13 @@ current_node: Callable[[], stock.Node | None] = optional(
 errors, events and logs do not name the node."""
 
 sequence_number: Callable[[], int] = required(
-    "torch.autograd._get_sequence_nr", "tells whether an operation has ended"
+    "torch.autograd._get_sequence_nr", "detects whether an operation has ended"
 )
 """Returns the number that this thread's next node will get. If torch lacks the call, it raises ``UsageError``,
 since a tensor that an operation has yet to fill could otherwise be written too early."""
 
 queue_callback: Callable[[Callable[[], None]], None] = required(
-    "torch.autograd.Variable._execution_engine.queue_callback", "learns that a backward has ended"
+    "torch.autograd.Variable._execution_engine.queue_callback", "detects that a backward has ended"
 )
 """Makes the engine call ``callback()`` when the running backward ends, as DDP and FSDP do. The engine holds
 the only reference to it, and drops it if backward raises. If torch lacks the call, it raises
@@ -54,7 +54,7 @@ runs. If torch lacks the call: ``False``, and another backward reads its blocks 
 
 _task_id: Callable[[], int] = optional("torch._C._current_graph_task_id", lambda: -1)
 _required_task_id: Callable[[], int] = required(
-    "torch._C._current_graph_task_id", "tells one backward from another"
+    "torch._C._current_graph_task_id", "distinguishes one backward from another"
 )
 _will_execute: Callable[[Any], bool] = optional(
     "torch._C._will_engine_execute_node", lambda node: True

@@ -77,7 +77,7 @@ def current_pair() -> Pair | None:
     """Return the pair that a save on this thread would use now."""
     if _top is None:
         raise UsageError(
-            f"torch {torch.__version__} does not tell which saved-tensors hooks are active "
+            f"torch {torch.__version__} does not report which saved-tensors hooks are active "
             "(torch._C._autograd._top_saved_tensors_default_hooks); use torch 2.11 to 2.15, or plain "
             "saved_tensors_hooks without compose, only, skip or allow_mutation_on_saved_tensors"
         )
@@ -139,14 +139,14 @@ def pop_owned(owner: object, what: str) -> None:
     above = take_out(is_owned)
     if above is None:
         raise UsageError(
-            f"{what} was left where it is not active: left more often than entered, left on another "
-            "thread, or popped by another context; the hooks that are active stay as they were"
+            f"{what} was exited where it is not active: it was exited more often than entered, exited "
+            "on another thread, or popped by another context; the active hooks are unchanged"
         )
     still_entered = [other for other in above if not getattr(_entered(other), "left", False)]
     if still_entered:
         raise UsageError(
-            f"{what} was left before {len(still_entered)} context(s) entered inside it: leave contexts "
-            "in the reverse order (its hooks were taken out, the others stay active)"
+            f"{what} was exited before {len(still_entered)} context(s) entered inside it: exit "
+            "contexts in the reverse order (its hooks were removed, the others stay active)"
         )
 
 

@@ -97,10 +97,10 @@ class ModeBits:
         vectors, self._vectors = self._vectors, []
         if vectors and self._wants_vectors == all(each.expired() for each in vectors):
             raise UsageError(
-                "torch.linalg.svdvals or eigvalsh (also in cond, matrix_rank, norms of singular values) of a "
-                "tensor that needs no gradient has other bits while operations are recorded than without, and "
-                "it was not seen which was called: call it by its name, or outside of what is recomputed or "
-                "planned, or outside of checkpoint_loop's step 0"
+                "cannot tell whether torch.linalg.svdvals or eigvalsh (also in cond, matrix_rank, "
+                "norms of singular values) was called on a tensor that needs no gradient, and "
+                "recording operations would change its bits: call it by its name, or outside of what "
+                "is recomputed or planned, or outside of checkpoint_loop's step 0"
             )
 
 

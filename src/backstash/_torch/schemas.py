@@ -29,10 +29,10 @@ __all__ = [
     "tensors_of",
 ]
 
-ALLOCATES = "its memory was allocated, and what filled it was not seen"
+ALLOCATES = "its memory was allocated empty, and the operation that filled it was not recorded"
 RANDOM = "draws random numbers"
-_FOREIGN = "{} is no operation of PyTorch's own"
-_CHANGES_LAYOUT = "{} gives a tensor other memory"
+_FOREIGN = "{} is not an operation of PyTorch's own"
+_CHANGES_LAYOUT = "{} replaces the memory of a tensor"
 
 _ALLOCATIONS = frozenset(
     (
@@ -153,7 +153,7 @@ class Operation:
             self.reason = f"{self.name} {RANDOM}"
         elif _is_composite(func):
             # Inference mode does not decompose it, so the writes inside it are not seen.
-            self.reason = f"{self.name} was not taken apart, as in inference mode"
+            self.reason = f"{self.name} is composite and was not decomposed, as in inference mode"
         elif base in _NOT_REPEATED:
             self.reason = f"{self.name} does not give the same bits each time"
         elif base in _OTHER_MEMORY:

@@ -152,8 +152,8 @@ class _Again(_Mode):  # type: ignore[no-untyped-call]
         if call is None or call.given != _likeness(args, kwargs):
             self.calls.clear()  # torch never frees a graph whose function failed in its second run
             raise UsageError(
-                f"a checkpoint: {function} was called otherwise when the function ran again, so what was kept "
-                "cannot be matched; the function must do the same each time"
+                f"a checkpoint: {function} was called differently when the function was recomputed, so "
+                "the kept outputs cannot be matched; the function must make the same calls each time"
             )
         if call.output is None or torch.Tag.nondeterministic_seeded in function.tags:
             output = function(*args, **kwargs)

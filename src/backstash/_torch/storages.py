@@ -24,7 +24,7 @@ __all__ = [
     "weak_ref",
 ]
 
-_IDENTIFIES = "tells one storage from another"
+_IDENTIFIES = "distinguishes one storage from another"
 _KEEPS = "keeps a storage's identity from being given to another one"
 
 storage_identity: Callable[[torch.UntypedStorage], int] = (

@@ -14,12 +14,12 @@ from .lookup import required
 __all__ = ["tree_flatten", "tree_leaves", "tree_map_only", "tree_unflatten"]
 
 tree_flatten: Callable[[Any], tuple[list[Any], Any]] = required(
-    "torch.utils._pytree.tree_flatten", "takes an object with tensors apart"
+    "torch.utils._pytree.tree_flatten", "flattens an object with tensors"
 )
 """Returns the leaves of a tree, in order, and its structure."""
 
 tree_unflatten: Callable[[Any, Any], Any] = required(
-    "torch.utils._pytree.tree_unflatten", "puts an object with tensors together"
+    "torch.utils._pytree.tree_unflatten", "unflattens an object with tensors"
 )
 """``tree_unflatten(leaves, structure)`` returns the tree that ``tree_flatten`` took."""
 

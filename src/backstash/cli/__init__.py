@@ -19,7 +19,7 @@ _COMMANDS = {
     "profile": "what a training script saves for backward, and what each budget would cost",
     "plan": "what each budget for a training script's memory would cost, from a few real steps",
     "doctor": "what this machine offers, and the Stash(...) line that suits it",
-    "bench": "step time and memory beside the alternatives, measured here",
+    "bench": "step time and memory compared with the alternatives, measured here",
 }
 _OPTIONS = ("-h", "--help", "-V", "--version")
 

@@ -22,7 +22,7 @@ def advice(figures: dict[str, Any]) -> tuple[Advice, ...]:
     waited, seconds = stats["stall_seconds"], figures["seconds"]
     smallest = plan.get("smallest_budget_bytes") or 0
     facts = {
-        "is_full": any("left in place" in note for note in stats["notes"]),
+        "is_full": any("kept in memory" in note for note in stats["notes"]),
         "moved_bytes": stats["written_bytes"],
         "freed_bytes": stats["recomputed_bytes"] + stats["packed_bytes"],
         "waited_seconds": waited,

@@ -61,12 +61,12 @@ _GLIBC = {
 _TUNABLES = "GLIBC_TUNABLES"
 _HUGE_PAGES = "glibc.malloc.hugetlb=1"  # glibc 2.35 and later: huge pages for the rest
 _WHY = {
-    "own": "the process's own; glibc is set to use freed memory again once much is moved",
+    "own": "the process's own; glibc is set to reuse freed memory once much is moved",
     "tcmalloc": "it reuses the memory of freed tensors",
     "jemalloc": "asked for",
     "mimalloc": "asked for",
     "tbb": "it reuses the memory of freed tensors",
-    "glibc": "tuned so that the memory of freed tensors is used again, in huge pages",
+    "glibc": "tuned to reuse the memory of freed tensors, in huge pages",
 }
 
 

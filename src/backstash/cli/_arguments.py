@@ -187,14 +187,14 @@ def by_rank(parse: Callable[[str], _Value]) -> Callable[[str], _Value]:
         rank = this_rank()
         if rank is None:
             raise argparse.ArgumentTypeError(
-                f"{text!r} is by rank, and no launcher gave this process one; allowed: one value, or a "
-                "launcher in front (torchrun ... -m backstash run ...)"
+                f"{text!r} is by rank, and this process has no rank; allowed: one value, or a launcher "
+                "in front (torchrun ... -m backstash run ...)"
             )
         for part in parts:
             if part is None:
                 raise argparse.ArgumentTypeError(
-                    f"{text!r} is by rank, but not all of it; allowed: RANK:VALUE or FIRST-LAST:VALUE, with "
-                    "commas between"
+                    f"{text!r} has values with and without a rank; allowed: RANK:VALUE or "
+                    "FIRST-LAST:VALUE, with commas between"
                 )
             if int(part[1]) <= rank <= int(part[2] or part[1]):
                 return parse(part[3])

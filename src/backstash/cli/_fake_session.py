@@ -50,9 +50,9 @@ class FakeSession:
         self._run.__exit__(None, None, None)
         if len(self._marks.moments) < _STEPS:
             say(
-                f"backstash plan --fake: the script ended before its second step had ended ({outcome}): "
-                "nothing is known. Tensors have no values here: a loss.item() is given 1, and what needs more "
-                "(lists, NumPy, shapes that depend on values) cannot be run"
+                "backstash plan --fake: the script ended before its second step was complete "
+                f"({outcome}): nothing was predicted. Tensors have no values here: loss.item() returns "
+                "1, and code that needs values (lists, NumPy, shapes that depend on values) cannot run"
             )
             return
         values = self._run.trace
@@ -92,12 +92,12 @@ class FakeSession:
                 f"{format_bytes(stays):>10} {format_bytes(moves):>10}{note}"
             )
         lines.append(
-            "of tensors alone, in a step after the first. What the process holds besides comes on top: here "
-            f"{format_bytes(self._start_bytes)} once torch was imported, and more once it computes. Nothing "
-            "was computed: no time is known"
+            "of tensors alone, in a step after the first. The other memory of the process comes in "
+            f"addition: here {format_bytes(self._start_bytes)} once torch was imported, and more once "
+            "it computes. Nothing was computed: no time is known"
         )
         for where, count in self._run.asked.items():
-            lines.append(f"a value was asked for at {where} ({count} times): it was given 1")
+            lines.append(f"a value was read at {where} ({count} times): it got 1")
         return "\n".join(lines)
 
     def _write(self, option: str, values: dict[str, Any]) -> None:

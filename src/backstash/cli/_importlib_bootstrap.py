@@ -270,7 +270,7 @@ def _module(name: str) -> tuple[types.CodeType, types.ModuleType]:
         spec = _find(f"{name}.__main__")
     loader: Any = None if spec is None else spec.loader
     if spec is None or loader is None or not hasattr(loader, "get_code"):
-        raise _NotRunnable(f"{name!r} is nothing to run; allowed: what `python -m` takes")
+        raise _NotRunnable(f"{name!r} cannot be run; allowed: what `python -m` takes")
     if sys.argv[0] == "-m" and spec.origin:
         sys.argv[0] = spec.origin
     return loader.get_code(spec.name), _main_module(spec, loader, spec.origin)

@@ -91,7 +91,7 @@ def check(parser: Parser, is_module: bool, rest: list[str]) -> None:
             f"{target!r} is a directory without a __main__.py; allowed: a Python file, or -m MODULE"
         )
     if os.path.isfile(target) and _begins_like_a_program(target):
-        parser.error(f"{target!r} is a program, no script; allowed: a Python file, or -m MODULE")
+        parser.error(f"{target!r} is a program, not a script; allowed: a Python file, or -m MODULE")
 
 
 def _meant(parser: Parser, target: str) -> str:

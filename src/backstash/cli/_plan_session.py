@@ -57,12 +57,12 @@ class PlanSession:
         try:
             self._stash.__exit__(None, None, None)
         except StashError as problem:
-            say(f"backstash plan: the script left contexts in the wrong order: {problem}")
+            say(f"backstash plan: the script exited contexts in the wrong order: {problem}")
         self._stash.close()
         measured = self._planned()
         if measured is None:
             for note in self._stash.stats().notes:
-                if note.startswith("no plan could be made"):
+                if note.startswith("planning failed"):
                     say(f"backstash plan: {note}")
             say(
                 f"backstash plan: the script ended before its fourth step had begun ({outcome}): nothing was "

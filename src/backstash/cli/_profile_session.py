@@ -77,7 +77,7 @@ class ProfileSession:
         try:
             self._saved.__exit__(None, None, None)
         except StashError as problem:
-            self._notes.append(f"the script left contexts in the wrong order: {problem}")
+            self._notes.append(f"the script exited contexts in the wrong order: {problem}")
         report, title = self._choose(outcome)
         if report is None:
             say(f"backstash profile: {title}")

@@ -72,8 +72,10 @@ def _costs(costs: Sequence[Cost], disk: str, speed: DiskSpeed | None) -> list[st
         return ["none of this could be moved to a disk, so no budget would change anything"]
     if all(cost.memory_bytes >= costs[0].memory_bytes for cost in costs):
         return [
-            f"no budget would save memory: all that could move, {format_bytes(costs[0].keep_bytes)}, fits into "
-            "what a stash has on its way at a time (inflight=, at most 128 MiB by default)"
+            (
+                f"no budget would save memory: all that could move, {format_bytes(costs[0].keep_bytes)}, "
+                "fits into what a stash has in flight at a time (inflight=, at most 128 MiB by default)"
+            )
         ]
     of_device = _is_of_device(costs)
     body = [_cells(cost, of_device) for cost in costs]
@@ -88,7 +90,7 @@ def _costs(costs: Sequence[Cost], disk: str, speed: DiskSpeed | None) -> list[st
         *lines,
         f"  {disk} writes {rates}, measured here on {format_bytes(speed.nbytes)}. The seconds are the disk's "
         "own;",
-        "  what passes while the processor computes is not waited for. `backstash run` measures the rest.",
+        "  Transfers that overlap with computing cost no time. `backstash run` measures the rest.",
     ]
 
 

@@ -63,8 +63,8 @@ class RecomputedModules:
             return ""
         named = ", ".join(map(repr, self._patterns))
         return (
-            f"--recompute: no module that ran has a path like {named}, from the outermost one on: "
-            "`backstash profile` prints paths"
+            f"--recompute: no module that ran has a path that matches {named}, counted from the "
+            "outermost module: `backstash profile` prints paths"
         )
 
 
@@ -73,7 +73,7 @@ def recompute_of(patterns: Sequence[str]) -> Literal["auto", False]:
     if _OFF not in patterns:
         return "auto"
     if len(patterns) > 1:
-        raise UsageError("--recompute off beside --recompute PATTERN: allowed is one of them")
+        raise UsageError("--recompute off with --recompute PATTERN: allowed is one of them")
     return False
 
 

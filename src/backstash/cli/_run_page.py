@@ -103,8 +103,8 @@ def _made_again(line: Timeline, recorded: str) -> list[dict[str, Any]]:
     recomputed, unpacked = line.recomputed_blocks, line.unpacked_blocks
     if not recomputed and not unpacked:
         return []
-    note = f"{recorded}; {recomputed:,} blocks computed again, {unpacked:,} unpacked"
-    return [_fact("Made again in backward", line.made_again_seconds, "seconds", note)]
+    note = f"{recorded}; {recomputed:,} blocks recomputed, {unpacked:,} unpacked"
+    return [_fact("Recomputed or unpacked in backward", line.made_again_seconds, "seconds", note)]
 
 
 def _devices(peaks: dict[str, int], others: dict[str, int]) -> list[dict[str, Any]]:
@@ -163,7 +163,7 @@ def _split(stats: dict[str, Any]) -> dict[str, Any]:
     parts = [
         {"name": "went down", "bytes": down, "key": "disk"},
         {
-            "name": "let go in forward, and computed again in backward",
+            "name": "discarded in forward, and recomputed in backward",
             "bytes": again,
             "key": "recomputed",
         },

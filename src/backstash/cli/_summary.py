@@ -152,7 +152,7 @@ def _let_go(stats: dict[str, Any]) -> list[str]:
     lines = []
     if again:
         lines.append(
-            f"recomputed {format_bytes(again)}: discarded in forward, and computed again in backward"
+            f"recomputed {format_bytes(again)}: discarded in forward and recomputed in backward"
         )
     if packed:
         payload = format_bytes(stats["payload_bytes"])
@@ -175,10 +175,9 @@ def _peaks(stats: dict[str, Any]) -> str:
 def _waits(stats: dict[str, Any]) -> str:
     uses = stats["prefetch_hits"] + stats["prefetch_misses"]
     return (
-        f"waited     {stats['pack_stall_seconds']:.2f} s in forward for room, "
+        f"waited     {stats['pack_stall_seconds']:.2f} s in forward for space, "
         f"{stats['unpack_stall_seconds']:.2f} s in backward for tensors"
-        + (f"; {stats['prefetch_hits']} of {uses} were asked for ahead" if uses else "")
-    )
+    ) + (f"; {stats['prefetch_hits']} of {uses} were asked for ahead" if uses else "")
 
 
 def left_lines(left: dict[str, Any]) -> list[str]:

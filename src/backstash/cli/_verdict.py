@@ -55,7 +55,7 @@ def verdict(figures: dict[str, Any], other: dict[str, Any] | None) -> str:
     held = f"peak {format_bytes(peak)}{where}"
     if plan is not None:
         return f"{held}, {_beside_budget(plan, peak)}{_plain(plan)}"
-    full = next((note for note in stats["notes"] if "left in place" in note), "")
+    full = next((note for note in stats["notes"] if "kept in memory" in note), "")
     if away < _WORTH_MOVING * peak and full:
         return f"{held}; hardly anything was moved: {full}"
     freed = [name for name in ("recomputed", "packed") if stats[f"{name}_bytes"]]

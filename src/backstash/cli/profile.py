@@ -87,5 +87,7 @@ def _parser() -> Parser:
 
 def _steps(text: str) -> int:
     if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of steps; allowed: 1, 2, 3, ...")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number of steps; allowed: 1, 2, 3, ..."
+        )
     return int(text)

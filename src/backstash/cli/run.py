@@ -66,7 +66,7 @@ all; so does `backstash summary run.rank*.json` at any time. --budget, --keep, -
 _EXAMPLES = """\
 examples:
   backstash run train.py
-      within what the machine can spare: what fits is left alone, and what does not goes to a disk
+      within what the machine can spare: what fits stays in memory, and the rest goes to a disk
   backstash run --budget 6GiB --disk /scratch train.py
       the process holds 6 GiB at most; what is moved for it is planned from three measured steps
   backstash run --disk /scratch train.py --epochs 3
@@ -313,11 +313,11 @@ def _check_planned(parser: Parser, options: argparse.Namespace) -> None:
             )
         options.plan = str(own)
     if options.strict and not {"--budget", "--plan"} & set(given):
-        parser.error("--strict is of a budget; give --budget SIZE as well")
+        parser.error("--strict needs a budget; give --budget SIZE as well")
     if not given and options.disk is None and options.host is None:
         options.budget = "auto"
     if options.save_plan is not None and options.budget is None and options.plan is None:
-        parser.error("--save-plan is of --budget; give --budget SIZE or --budget auto as well")
+        parser.error("--save-plan needs a budget; give --budget SIZE or --budget auto as well")
     if (options.budget is not None or options.plan is not None) and options.disk is None:
         found = scratch()
         if found is None:

@@ -12,7 +12,9 @@ from torch import Tensor
 
 __all__ = ["NOT_SMALLER", "NOT_WITHOUT_LOOKING", "Codec", "Encoded", "integers", "parts"]
 
-NOT_WITHOUT_LOOKING = "its size is known only from its values, which an accelerator would wait for"
+NOT_WITHOUT_LOOKING = (
+    "its encoded size depends on its values, and reading those would stall the accelerator"
+)
 NOT_SMALLER = "it would not be smaller"
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}

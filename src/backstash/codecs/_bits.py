@@ -26,7 +26,7 @@ class Bits(Codec):
     def encode(self, values: Tensor) -> Encoded | str:
         """See :meth:`Codec.encode`."""
         if values.dtype != torch.bool:
-            return "it is not bool"
+            return "its dtype is not bool"
         count, device = values.numel(), values.device
         payload = torch.empty(_bit_runs.nbytes_of(count), dtype=torch.uint8, device=device)
         for part in parts(count, device):

@@ -26,7 +26,7 @@ class FirstOf(Codec):
     >>> import torch
     >>> codec = FirstOf(Bits(), Narrow())
     >>> codec.encode(torch.randn(10))
-    'it is not bool; it is not of integers'
+    'its dtype is not bool; its dtype is not an integer'
     """
 
     def __init__(self, *codecs: Codec) -> None:

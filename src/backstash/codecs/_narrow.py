@@ -28,7 +28,7 @@ class Narrow(Codec):
     def encode(self, values: Tensor) -> Encoded | str:
         """See :meth:`Codec.encode`."""
         if values.dtype.is_floating_point or values.dtype.is_complex or values.dtype == torch.bool:
-            return "it is not of integers"
+            return "its dtype is not an integer"
         if values.device.type != "cpu":
             return NOT_WITHOUT_LOOKING
         bits = integers(values)

@@ -12,5 +12,5 @@ def reals(values: Tensor) -> Tensor | str:
     if values.dtype.is_complex:
         return values.view(values.dtype.to_real())
     if not values.dtype.is_floating_point:
-        return "it is not of floating-point numbers"
+        return "its dtype is not floating point"
     return values

@@ -49,7 +49,7 @@ def skip() -> Iterator[None]:
             push(*pair)
         if left:
             raise UsageError(
-                f"skip() was left before {len(left)} context(s) entered inside it: leave contexts in "
+                f"skip() was exited before {len(left)} context(s) entered inside it: exit contexts in "
                 "the reverse order (the contexts around skip() are active again, and so are these)"
             )
 

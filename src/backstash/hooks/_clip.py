@@ -101,7 +101,7 @@ def _by_value(value: float | tuple[float, float] | None) -> tuple[Clip, str]:
     numbers = len(pair) == 2 and all(isinstance(bound, (int, float)) for bound in pair)
     if not numbers or not pair[0] < pair[1]:
         raise UsageError(
-            f"value={value!r} is no bound; allowed: a positive number, or (least, greatest)"
+            f"value={value!r} is not a bound; allowed: a positive number, or (least, greatest)"
         )
     low, high = pair if isinstance(value, tuple) else (-pair[1], pair[1])
 
@@ -113,7 +113,7 @@ def _by_value(value: float | tuple[float, float] | None) -> tuple[Clip, str]:
 
 def _by_norm(norm: float) -> tuple[Clip, str]:
     if not (isinstance(norm, (int, float)) and 0 < norm < math.inf):
-        raise UsageError(f"norm={norm!r} is no norm; allowed: a positive finite number")
+        raise UsageError(f"norm={norm!r} is not a norm; allowed: a positive finite number")
 
     def clip(gradient: torch.Tensor) -> torch.Tensor:
         # The factor stays on the device: a float would wait for it. NaN stays NaN, to be seen.

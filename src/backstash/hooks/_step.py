@@ -141,8 +141,8 @@ def step_in_backward(
         raise UsageError(f"allow={allow!r}: allowed is a list of {', '.join(map(repr, _ALLOWED))}")
     if is_ddp(model):
         raise UsageError(
-            "step_in_backward: DDP averages the gradients after they would have been stepped on; use FSDP2 "
-            "(fully_shard), or an optimizer after backward"
+            "step_in_backward: DDP averages gradients only after the optimizers have used them; use "
+            "FSDP2 (fully_shard), or an optimizer after backward"
         )
     parameters = select_tensors(model, names)
     if "accumulation" not in allow:
@@ -200,9 +200,9 @@ class _Stepper:
         if "accumulation" in self._allow:
             return
         raise UsageError(
-            f"step_in_backward: {backwards} backwards for one step(); each backward steps at once, so this is "
-            "no gradient accumulation but that many steps; use a larger batch with checkpointing, or pass "
-            'allow=["accumulation"]'
+            f"step_in_backward: {backwards} backwards for one step(); each backward steps at once, so "
+            f"the gradients were not accumulated but used in {backwards} steps; use a larger batch "
+            'with checkpointing, or pass allow=["accumulation"]'
         )
 
     def mark(self) -> None:
@@ -239,9 +239,9 @@ def _refuse_leftover(parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
     held = [path for path, parameter in parameters if parameter.grad is not None]
     if held:
         raise UsageError(
-            f"step_in_backward: gradients are there already ({', '.join(held[:3])}); "
-            "each backward steps at once, so nothing can be accumulated: call model.zero_grad() first, or "
-            'pass allow=["accumulation"] to step on what is there'
+            f"step_in_backward: parameters already have gradients ({', '.join(held[:3])}), and each "
+            "backward steps at once, so gradients cannot accumulate: call model.zero_grad() first, or "
+            'pass allow=["accumulation"] to step on them'
         )
 
 
@@ -295,9 +295,9 @@ def _guarded(original: Callable[..., Any]) -> Callable[..., Any]:
         listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         if any(guard.covers(listed) for guard in _guards):
             raise UsageError(
-                "clip_grad_norm_: step_in_backward has stepped on these gradients and they are gone: "
-                "there is nothing to clip; use backstash.hooks.clip_gradients, which clips inside backward "
-                '(each tensor by itself), or pass allow=["clipping"]'
+                "clip_grad_norm_: step_in_backward has already used and freed these gradients, so "
+                "there is nothing to clip; use backstash.hooks.clip_gradients, which clips inside "
+                'backward (each tensor separately), or pass allow=["clipping"]'
             )
         return original(listed, *args, **kwargs)
 

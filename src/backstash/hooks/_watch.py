@@ -29,7 +29,7 @@ _REDUCED = {
     "none": "",
     "before": ", this process's before the reduction",
     "after": ", after the reduction",
-    "unknown": ", before or after the reduction: unknown, give the DDP or FSDP module to tell",
+    "unknown": ", before or after the reduction: unknown; give the DDP or FSDP module to find out",
 }
 
 

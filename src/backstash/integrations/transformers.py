@@ -29,8 +29,8 @@ __all__ = ["StashCallback", "prepare_trainer"]
 _T = TypeVar("_T")
 _PREFIX = "stash/"
 _OFFLOADS = (
-    "offload=True of activation checkpointing moves what checkpointing saves by itself, below the stash, which "
-    "then never sees it: leave it out, the stash moves the same tensors"
+    "activation checkpointing with offload=True moves its saved tensors itself, so the stash never "
+    "sees them: leave offload out, and the stash moves the same tensors"
 )
 
 
@@ -72,13 +72,15 @@ def prepare_trainer(trainer: _T, stash: Stash) -> _T:
     if known is stash:
         return trainer
     if known is not None:
-        raise UsageError("this trainer has another stash: make a trainer anew, or use that one")
+        raise UsageError(
+            "this trainer already has another stash: create a new trainer, or use that stash"
+        )
     if _offloads(given.args):
         raise UsageError(_OFFLOADS)
     if getattr(given.args, "activation_offloading", False):
         warnings.warn(
-            "activation_offloading=True moves nothing where a stash is: the stash is inside it and takes what "
-            "is saved; leave it out",
+            "activation_offloading=True has no effect with a stash, which takes the saved tensors "
+            "first; leave it out",
             StashWarning,
             stacklevel=2,
         )
@@ -118,8 +120,8 @@ def _log_with(own: Callable[..., Any], context: _LossContext) -> Callable[..., A
     def log(logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
         if not context.was_entered and "loss" in logs:
             warnings.warn(
-                "the trainer logs a loss and never asked for compute_loss_context_manager, so the stash held "
-                "nothing: enter it where the loss is computed, `with stash:`",
+                "the trainer logged a loss but never called compute_loss_context_manager, so the stash "
+                "held nothing: enter the stash where the loss is computed, `with stash:`",
                 StashWarning,
                 stacklevel=2,
             )

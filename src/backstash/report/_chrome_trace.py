@@ -20,13 +20,13 @@ _WORDS = {
     "read": "read",
     "save": "save",
     "pack": "packed to",
-    "drop": "let go, to be recomputed:",
-    "decode": "made again",
+    "drop": "discarded, to be recomputed:",
+    "decode": "rebuilt",
     "use": "use",
     "free": "free",
-    "land": "memory let go",
-    "return": "write failed, stays in place",
-    "lose": "changed in place on its way",
+    "land": "memory freed",
+    "return": "write failed, kept in memory",
+    "lose": "changed in place while it moved",
 }
 
 
@@ -112,7 +112,9 @@ def _spans(line: TimelineSnapshot, pid: int, began: float) -> Iterator[dict[str,
 
 def _name(event: Any) -> str:
     if event.kind == "stall":
-        return "stall: forward waits for room" if event.cause == "pack" else "stall: backward waits"
+        return (
+            "stall: forward waits for space" if event.cause == "pack" else "stall: backward waits"
+        )
     return f"{_WORDS.get(event.kind, event.kind)} {format_bytes(event.nbytes)}"
 
 

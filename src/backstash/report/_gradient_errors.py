@@ -58,7 +58,8 @@ class GradientErrors:
         ]
         if not self.loss_is_equal:
             lines.append(
-                "the losses differ: the step does not repeat itself, so the errors are not a codec's"
+                "the losses differ: the step is not deterministic, so the errors may not come from a "
+                "codec"
             )
         return "\n".join(lines)
 

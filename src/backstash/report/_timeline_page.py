@@ -42,8 +42,8 @@ def _made_again(line: TimelineSnapshot) -> list[dict[str, Any]]:
     recomputed, unpacked = line.made_again("recomputed"), line.made_again("packed")
     if not recomputed and not unpacked:
         return []
-    note = f"{recomputed:,} blocks computed again, {unpacked:,} unpacked; reads and waits excepted"
-    return [_fact("Made again in backward", line.made_again_seconds, "seconds", note)]
+    note = f"{recomputed:,} blocks recomputed, {unpacked:,} unpacked; without reads and waits"
+    return [_fact("Recomputed or unpacked in backward", line.made_again_seconds, "seconds", note)]
 
 
 def _fact(label: str, value: Any, unit: str, note: str) -> dict[str, Any]:
@@ -136,7 +136,7 @@ def _stalls(line: TimelineSnapshot, began: float) -> list[dict[str, Any]]:
             "seconds": round(event.seconds - began, 6),
             "duration": event.duration_seconds,
             "module": line.lives.paths.get(event.block, event.module)
-            or ("room for more" if event.cause == "pack" else "not known"),
+            or ("space for more" if event.cause == "pack" else "not known"),
             "what": "forward" if event.cause == "pack" else "backward",
         }
         for event in line.stalls[:_STALLS]

@@ -105,15 +105,17 @@ def _notes(line: TimelineSnapshot) -> list[str]:
     """Return sentences on what is unknown."""
     found = []
     if not line.events:
-        found.append("Nothing was recorded: no tensor that may move was saved meanwhile.")
+        found.append(
+            "Nothing was recorded: no tensor that may move was saved during the recording."
+        )
     elif not line.steps:
         found.append(
             "Where a step ends is not known: no optimizer stepped and mark() was not called."
         )
     if line.full:
         found.append(
-            f"The recording ended by itself at its limit of {len(line.events):,} events; "
-            "what came after is not in it."
+            f"The recording stopped at its limit of {len(line.events):,} events; later events are not "
+            "in it."
         )
     lives = line.lives
     if lives.recomputed_bytes:

@@ -23,7 +23,7 @@ def table(line: TimelineSnapshot) -> str:
     recomputed, unpacked = line.made_again("recomputed"), line.made_again("packed")
     if recomputed or unpacked:
         lines.append(
-            f"  made again: {recomputed} blocks computed, {unpacked} unpacked, in "
+            f"  rebuilt: {recomputed} blocks recomputed, {unpacked} unpacked, in "
             f"{line.made_again_seconds:.3f} s"
         )
     for step in line.steps[:_LONGEST]:

@@ -192,8 +192,9 @@ class Disk(Store):
         held = self._file.leases.extents.used_bytes
         return StashFullError(
             errno.ENOSPC,
-            f"{self.name} has no room for {format_bytes(nbytes)} beside the {format_bytes(held)} "
-            f"it holds ({error.strerror}): free space, raise max_bytes, or give another directory",
+            f"{self.name} has no space for {format_bytes(nbytes)} in addition to the "
+            f"{format_bytes(held)} it holds ({error.strerror}): free space, raise max_bytes, or give "
+            "another directory",
         )
 
     def stage(self, slot: Slot, address: int) -> None:
@@ -282,14 +283,15 @@ class _LentFile(UnnamedFile):
 
 def _forked(name: str) -> StashForkedError:
     return StashForkedError(
-        f"{name}: this slot is in the file of the process that this one was forked from, which uses it on"
+        f"{name}: this slot is in the parent process's file, which the parent still uses: run backward "
+        "in the parent process, or run forward again in this process"
     )
 
 
 def _reason(error: OSError, directory: str) -> str:
     # The kernel's own file systems (such as /proc) answer this to the creation of a file.
     if error.errno == errno.ENOENT and os.path.isdir(directory):
-        return "its file system takes no new files"
+        return "its file system accepts no new files"
     return str(error.strerror)
 
 
@@ -321,7 +323,7 @@ def _checksum_by_the_system(address: int, nbytes: int) -> int:
             part = min(_CHECKSUM_READ_BYTES, nbytes - done)
             seen = os.pread(memory, part, address + done)
             if len(seen) < part:
-                raise OSError(errno.EFAULT, "the memory is gone")
+                raise OSError(errno.EFAULT, "the memory was freed")
             value = zlib.crc32(seen, value)
     finally:
         os.close(memory)
@@ -354,7 +356,7 @@ def _refuse_links_of_others(directory: str) -> None:
 
 def _memory_note(directory: str) -> str:
     kind = _MEMORY_FILE_SYSTEMS.get(_file_system_type(directory), "")
-    return f"{directory!r} is a {kind}: what is held there still takes memory" if kind else ""
+    return f"{directory!r} is a {kind}: what is stored there still uses memory" if kind else ""
 
 
 def _file_system_type(directory: str) -> int:

@@ -59,7 +59,7 @@ class UnnamedFile:
                     raise
             if self.direct:
                 return ""
-            refusal = "the file system said EINVAL"
+            refusal = "the file system returned EINVAL"
             self.close()
         self.fd = _create(directory, 0)
         return refusal

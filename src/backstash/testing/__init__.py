@@ -59,7 +59,7 @@ class MemoryStore(Store):
         if self._bytes is None:
             raise StashClosedError(f"{self.name} is closed")
         if self._max_bytes is not None and self._used + nbytes > self._max_bytes:
-            raise StashFullError(errno.ENOSPC, f"{self.name} has no room for {nbytes} bytes")
+            raise StashFullError(errno.ENOSPC, f"{self.name} has no space for {nbytes} bytes")
         self._used += nbytes
         self._next += 1
         return Slot(nbytes, self._next)
@@ -266,7 +266,7 @@ def _check_room(store: Store) -> None:
     assert store.used_bytes >= before + 100_000, "used_bytes does not count what is reserved"
     for slot in slots:
         store.release(slot)
-    assert store.used_bytes == before, "released room is still counted"
+    assert store.used_bytes == before, "released space is still counted"
 
 
 def _check_threads(store: Store) -> None:

@@ -87,7 +87,7 @@ def choose(n: int, budgets: Budgets, measured: MeasuredStep) -> LoopPlan:
     ]
     if not plans:
         raise UsageError(
-            f"memory={memory} bytes is less than one state ({state} bytes) and what one step saves "
+            f"memory={memory} bytes is too small for one state ({state} bytes) and what one step saves "
             f"({saved} bytes): give more memory, or a disk"
         )
     return min(plans, key=lambda plan: (plan.predicted_seconds, plan.disk_bytes, plan.memory_bytes))

@@ -172,18 +172,19 @@ class Effects(SilentMode):
         name = type(node).__name__
         if name in _OTHERWISE and node is not self._left:
             raise UsageError(
-                f"{name} inside the step computes otherwise while what the step writes is watched: it takes "
-                "what was saved under hooks of the step's own, before the loop, or in torch.func.vjp, jacrev "
-                "or hessian. Use torch.func.grad, or torch.autograd.grad without such hooks"
+                f"{name} inside the step computes differently while checkpoint_loop records the writes "
+                "of the step: it reads tensors that were saved under the step's own hooks, before the "
+                "loop, or in torch.func.vjp, jacrev or hessian. Use torch.func.grad, or "
+                "torch.autograd.grad without such hooks"
             )
         if name != "AccumulateGrad" or id(node.variable) in self._grads:
             return
         leaf = node.variable
         if self._ran_before and leaf.grad is None:
             raise UsageError(
-                f"a step that was run again went backward inside, to a leaf of shape {tuple(leaf.shape)} that "
-                "has no gradient and that step 0 gave none: whether the step dropped one is not known. Let "
-                "step 0 do what this one does"
+                "a step that ran a second time called a backward that reached a leaf of shape "
+                f"{tuple(leaf.shape)} without a gradient, which step 0 did not: whether the step "
+                "cleared a gradient is not known. Make step 0 do the same as this step"
             )
         self._grads[id(leaf)] = leaf, leaf.grad
 

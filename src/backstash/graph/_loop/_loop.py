@@ -191,9 +191,9 @@ class Loop:
             if is_over:
                 if is_unseen and effects:
                     raise UsageError(
-                        f"step {number} had to be begun again, since it asks for what it saved or uses a "
-                        "tensor that was computed outside, and it writes to memory from outside (.grad, "
-                        "statistics), which it has done twice. Let step 0 do what this one does"
+                        f"step {number} was restarted, because it uses its own saved tensors or a "
+                        "tensor computed outside it, and the restart repeated its writes to outside "
+                        "memory (.grad, statistics). Make step 0 do the same as this step"
                     )
                 if effects is not None and not again:
                     self._accumulated = effects.accumulated
@@ -244,9 +244,9 @@ class Loop:
     def _refuse_cached_cast(self, number: int, tensor: Tensor) -> None:
         if self.surroundings.casts_are_cached and tensor.grad_fn is None:
             raise UsageError(
-                f"step {number} uses a leaf tensor of shape {tuple(tensor.shape)} under autocast with its "
-                "cache, which would add up that tensor's gradients over all steps in the lower precision: "
-                "use torch.autocast(..., cache_enabled=False), for which gradients are exact"
+                f"step {number} uses a leaf tensor of shape {tuple(tensor.shape)} under autocast with "
+                "its cache, which would sum the gradients of that tensor over all steps in the lower "
+                "precision: use torch.autocast(..., cache_enabled=False) for exact gradients"
             )
 
     # Backward.
@@ -309,10 +309,10 @@ class Loop:
         found, _ = self.evaluate(number, state, record.x, through_stash=through_stash, again=True)
         if found.mark != record.mark or found.pattern != record.pattern:
             raise UsageError(
-                f"step {number} did not repeat itself: run again for backward, it returned another state, or "
-                "used other tensors, or numbers for its gradients, than before. It must depend on its inputs "
-                "and torch's random numbers alone, and make no leaf that requires a gradient "
-                "(x.detach().requires_grad_()) and goes into its result; no gradient was computed from it"
+                f"step {number} gave a different result when it was replayed for backward: another "
+                "state, other tensors, or other numbers for its gradients. It must depend only on its "
+                "inputs and torch's random numbers, and must not return a new leaf that requires a "
+                "gradient (x.detach().requires_grad_()); no gradient was computed from it"
             )
         return found
 

@@ -115,13 +115,13 @@ class Stepper:
                 )
             if count_gradient_hooks(leaf) or leaf.retains_grad:
                 raise UsageError(
-                    f"step {number} put a hook on its input: it would see one step's part of the gradient. "
-                    "Put it on a tensor that the step computes"
+                    f"step {number} registered a hook on its input, which would see only one step's "
+                    "part of the gradient. Register it on a tensor that the step computes"
                 )
         if self._count_hooks() != hooks:
             raise UsageError(
-                f"step {number} put a hook on a tensor from outside: it would be put there again at each "
-                "replay. Put it there before the loop"
+                f"step {number} registered a hook on a tensor from outside, and each replay would "
+                "register it again. Register it before the loop"
             )
         leaves = [*new.leaves, *y.leaves]
         self._refuse_views(number, leaves, inputs)
@@ -155,8 +155,8 @@ class Stepper:
             return uses
         if self.closures:
             raise UsageError(
-                f"step {number} uses a tensor that was computed outside it ({outside.name()}), and reaches "
-                "it where it cannot be followed: hand it over as one of *args"
+                f"step {number} uses a tensor that was computed outside it ({outside.name()}), and "
+                "checkpoint_loop cannot find it: pass it as one of *args"
             )
         self.closures = True
         raise Again
@@ -166,9 +166,9 @@ class Stepper:
         node: Any = tensor.grad_fn
         if number_of(node) >= self._begun or reaches(tensor, {key[0] for key in own}):
             raise UsageError(
-                f"step {number} uses a tensor of shape {tuple(tensor.shape)} ({node.name()}) that was computed "
-                "by an earlier step, or on another thread: return it in the state, or hand it over as one of "
-                "*args"
+                f"step {number} uses a tensor of shape {tuple(tensor.shape)} ({node.name()}) that was "
+                "computed by an earlier step, or on another thread: return it in the state, or pass it "
+                "as one of *args"
             )
 
     def _call(
@@ -205,7 +205,7 @@ class Stepper:
         new = flatten(result, f"the state that step {number} returned")
         if new.structure != before.structure:
             raise UsageError(
-                f"step {number} returned a state of another structure: {new.structure} where it was given "
+                f"step {number} returned a state of the structure {new.structure}, but was given "
                 f"{before.structure}"
             )
         return new, flatten(y, f"the y that step {number} returned")
@@ -287,7 +287,7 @@ class Node(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise UsageError(
-                "checkpoint_loop has no double backward: create_graph=True would record the replayed steps "
-                "for ever. Use a plain loop under a Stash for it"
+                "checkpoint_loop has no double backward: create_graph=True would record the replayed "
+                "steps forever. Use a plain loop under a Stash instead"
             )
         return (None, None, *ctx.reverse(gradients))

@@ -19,10 +19,9 @@ __all__ = ["Sums", "notes_on", "same_memory", "sum_up", "tensors_of"]
 _MOST_ROWS = 6
 _MOST_NAMES = 4
 _INSIDE = {
-    "CompiledFunctionBackward": "what torch.compile made of a graph: one node, whose inside autograd does "
-    "not see",
-    "CheckpointFunctionBackward": "a reentrant checkpoint: its inside is not in the graph, and is run again "
-    "in backward",
+    "CompiledFunctionBackward": "a graph from torch.compile: one node, whose operations autograd does not see",
+    "CheckpointFunctionBackward": "a reentrant checkpoint: its operations are not in the graph, and run "
+    "again in backward",
 }
 
 
@@ -179,13 +178,13 @@ def _on_folding(choice: Choice) -> list[str]:
     found = []
     if choice.depth < choice.deepest:
         found.append(
-            f"Modules are opened to depth {choice.depth}; depth={choice.deepest} opens all of them, as far "
-            "as there is room."
+            f"Modules are opened to depth {choice.depth}; depth={choice.deepest} opens all of them, as "
+            "far as they fit."
         )
     elif choice.closed:
         found.append(
-            f"Modules in which one operation at most saves something are one box; depth={choice.deepest} "
-            "opens them."
+            "Modules in which at most one operation saves something are drawn as one box; "
+            f"depth={choice.deepest} opens them."
         )
     if choice.left_out:
         found.append(
@@ -228,8 +227,8 @@ def _on_tensors(sums: Sums) -> list[str]:
     freed = sums.places.get("freed", (0, 0))[0]
     if hooks:
         found.append(
-            f"{hooks:,} saved tensor{'s are' if hooks > 1 else ' is'} known to hooks only, which tell "
-            "neither shape nor bytes."
+            f"{hooks:,} saved tensor{'s are' if hooks > 1 else ' is'} known only to hooks, which "
+            "report neither shape nor bytes."
         )
     if freed:
         found.append(

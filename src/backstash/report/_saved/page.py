@@ -92,11 +92,15 @@ def _waste_note(each: Any) -> str:
 def _facts(report: SavedSummary) -> list[dict[str, Any]]:
     facts = [
         ("Held for backward", report.unique_bytes, "each storage once, parameters not"),
-        ("Made by forward", report.activation_bytes, "of it, what was not there before"),
+        (
+            "Made by forward",
+            report.activation_bytes,
+            "the part of it that did not exist before forward",
+        ),
         ("Saved in all", report.total_bytes, "as often as it was saved, parameters too"),
     ]
     if report.recomputed_bytes:
-        facts.append(("To be recomputed", report.recomputed_bytes, "let go by checkpointing"))
+        facts.append(("To be recomputed", report.recomputed_bytes, "discarded by checkpointing"))
     return [
         {"label": label, "value": value, "unit": "bytes", "note": note}
         for label, value, note in facts

@@ -90,7 +90,7 @@ class SaveRecorder:
         On another thread than that of :meth:`start` it raises the same error, and the recording continues.
         """
         if not is_listening(self._stand_in):
-            raise UsageError("a saved report is left on the thread that entered it")
+            raise UsageError("a saved report must be exited on the thread that entered it")
         self._base = None
         stop_listening(self._stand_in)
         try:

@@ -78,7 +78,9 @@ class SavedReport:
 
     def __enter__(self) -> SavedReport:
         if self._recorder is None or self._recorder.is_on:
-            raise UsageError("a saved report is entered once: make another by saved_report(...)")
+            raise UsageError(
+                "a saved report can be entered only once: create another with saved_report(...)"
+            )
         self._recorder.start()
         return self
 
@@ -89,7 +91,7 @@ class SavedReport:
         trace: TracebackType | None,
     ) -> None:
         if self._recorder is None:
-            raise UsageError("a saved report was left more often than it was entered")
+            raise UsageError("a saved report was exited more often than it was entered")
         try:
             self._recorder.stop()
         finally:
@@ -246,13 +248,13 @@ class SavedReport:
         ]
         if self.recomputed_bytes:
             notes.append(
-                f"checkpointing let {size(self.recomputed_bytes)} go, to compute them again"
+                f"checkpointing discarded {size(self.recomputed_bytes)}, to recompute them in backward"
             )
         again = [save for save in found.saves if save.boundary == "reentrant checkpoint"]
         if again:
             notes.append(
-                f"reentrant checkpointing saved {len(again)} tensor(s) to compute from again; it saves "
-                "nothing else while it runs, so how much it let go is not known"
+                f"reentrant checkpointing saved {len(again)} tensor(s) to recompute from; it saves "
+                "nothing else while it runs, so how much it discarded is not known"
             )
         if found.transforms:
             notes.append(
@@ -264,7 +266,7 @@ class SavedReport:
                 "selective checkpointing keeps outputs that no hook sees: they are not counted"
             )
         if found.not_looked:
-            notes.append(f"large tensors whose values could not be looked at: {found.not_looked}")
+            notes.append(f"large tensors whose values could not be read: {found.not_looked}")
         if not found.has_calls:
             notes.append("a debugger or tracer is active: calls were not counted")
         return tuple(notes)

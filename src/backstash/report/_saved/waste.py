@@ -20,10 +20,10 @@ from .save import Save
 
 __all__ = ["CONSTANT", "LEAST_BYTES", "MASK", "PART", "ZEROS", "Waste", "find_waste", "wasted"]
 
-MASK = "two values: one bit each would do"
-CONSTANT = "one value: no byte for an element would do"
-ZEROS = "zeros: a bitmap and the others would do"
-PART = "a small part holds a large storage: a copy would do"
+MASK = "two values: one bit each is enough"
+CONSTANT = "one value: elements need no bytes"
+ZEROS = "zeros: a bitmap and the rest are enough"
+PART = "a small part keeps a large storage: a copy is enough"
 _FEW_ZEROS = 0.25  # with a smaller share of zeros, a bitmap saves too little
 LEAST_BYTES = 64 << 10
 """Tensors and storages below this size are not reported."""
@@ -83,7 +83,10 @@ def _integers(values: Tensor, nbytes: int) -> tuple[str, int]:
     for size in _SIZES:
         if high - low < 1 << 8 * size and size < values.element_size():
             own = str(values.dtype).removeprefix("torch.")
-            return f"{own}: {size} of {values.element_size()} bytes would do", values.numel() * size
+            return (
+                f"{own}: {size} of {values.element_size()} bytes are enough",
+                values.numel() * size,
+            )
     return "", nbytes
 
 

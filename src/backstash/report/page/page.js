@@ -91,7 +91,7 @@ function curve() {
   return section("curve", "What was held, over time",
     element("div", { class: "bar-of-controls" }, ranges().length > 1 ? choice : null, chip),
     chart.box, chart.readout,
-    element("p", { class: "faint keys" }, "Memory is above the line; below it what went down, and what was let go. With the chart focused: ",
+    element("p", { class: "faint keys" }, "Memory is above the line; below it what moved to a lower tier, and what was discarded. With the chart focused: ",
       element("kbd", {}, "←"), " ", element("kbd", {}, "→"), " move the cursor, with ", element("kbd", {}, "Shift"),
       " further, ", element("kbd", {}, "P"), " goes to the peak."));
 }
