@@ -94,6 +94,7 @@ class CountedDevice(Accelerator):
     The memory that it reports is what the stash holds on it, and nothing else: a budget of half of what a step
     saves has half of it moved or recomputed.
 
+    >>> from backstash.testing import stash_on
     >>> device = CountedDevice()
     >>> x = torch.ones(512, 512, requires_grad=True)
     >>> with stash_on(device, host="64MiB") as stash:
