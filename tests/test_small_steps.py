@@ -114,3 +114,15 @@ def test_a_storage_that_is_saved_again_counts_once(stash) -> None:
 def test_set_keep_ends_it(stash) -> None:
     stash.set_keep(None)
     assert step(stash, 40) == 0 and left_alone(stash) == 0
+
+
+@pytest.mark.parametrize(("pieces", "moves"), [(450, False), (600, True)])
+def test_of_small_blocks_a_step_may_save_twice_as_much(stash, pieces, moves) -> None:
+    """``pieces`` of 64 KiB: 28 and 37 MiB, where a small step of large blocks has 16."""
+    for _ in range(3):
+        with stash:
+            x = torch.ones(16 << 10, requires_grad=True)
+            for _ in range(pieces):
+                x = x.sin()
+        x.sum().backward()
+    assert bool(stash.stats().written_bytes) is moves
