@@ -168,7 +168,7 @@ class Slice:
         values = Values({self._number: [self._place]}, _no_outside)
         values.given = given
         for number, at in self._seeds.items():
-            values.storages[number] = given[at].clone().untyped_storage()
+            values.tensors[number] = given[at].clone()
         run(self._ops, values)
         return values.found[self._number, self._place]
 

@@ -50,7 +50,7 @@ __all__ = ["FoundModules", "Graph", "Region"]
 
 _REFUSED = "not recomputed: "
 _OTHER_BITS = "recomputing it gives different bits"
-_SAMPLED_BYTES, _SAMPLED_ELEMENTS = 4 << 10, 1024
+_SAMPLED_BYTES = 4 << 10
 
 
 Graph = tuple[list[tuple[float, tuple[int, ...], tuple[int, ...]]], list[tuple[int, int]]]
@@ -470,6 +470,27 @@ def _are_same(one: Tensor, other: Tensor) -> bool:
     return torch.equal(first, second)
 
 
+def _window(tensor: Tensor, number: int) -> tuple[int, int]:
+    """Return some adjacent bytes of a tensor, as offset and size. Successive numbers pass through all of it."""
+    itemsize = tensor.element_size()
+    first, size = int(tensor.storage_offset()), 1
+    runs: list[tuple[int, int]] = []
+    if tensor.is_contiguous():
+        size = tensor.numel()
+    else:
+        for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+            if stride == size and not runs:
+                size *= length
+            elif stride and length > 1:
+                runs.append((stride, length))
+    most = _SAMPLED_BYTES // itemsize
+    number, at = divmod(number, -(-size // most))
+    for stride, length in runs:
+        number, index = divmod(number, length)
+        first += index * stride
+    return (first + at * most) * itemsize, min(most, size - at * most) * itemsize
+
+
 def _is_workspace(tensor: Tensor) -> bool:
     """Whether it may be a library's workspace (oneDNN's LSTM has one), not every byte of which is written."""
     is_bytes = tensor.dtype is torch.uint8 and tensor.dim() == 1
@@ -590,32 +611,19 @@ class Region:
             self.admission.count_left(_REFUSED + reason, nbytes)
 
     def sample(self, tensor: Tensor, at: int = -1) -> tuple[int, object] | None:
-        """Return a fingerprint of some bytes of a CPU tensor, and their offset. The offset changes with each
-        call unless ``at`` gives it; ``verify="always"`` covers all bytes."""
-        if tensor.device.type != "cpu" or self._verify == "first":
+        """Return a fingerprint of some bytes of a CPU tensor, and which they are. They change with each call
+        unless ``at`` gives them; ``verify="always"`` covers all bytes."""
+        if not tensor.is_cpu or self._verify == "first":
             return None
-        low, high = extent_bytes(tensor)
         if self._verify == "always":
+            low, high = extent_bytes(tensor)
             if high - low == tensor.nbytes:
                 return 0, fingerprint(tensor.untyped_storage(), low, tensor.nbytes)
             return 0, fingerprint(dense(raw_alias(tensor)).untyped_storage())
-        if high - low != tensor.nbytes:  # its elements are not contiguous
-            return self._sample_of_parts(tensor, at)
-        if at < 0:
-            self._samples += 1
-            windows = -(-tensor.nbytes // _SAMPLED_BYTES)
-            at = self._samples % windows * _SAMPLED_BYTES
-        nbytes = min(_SAMPLED_BYTES, tensor.nbytes - at)
-        return at, fingerprint(tensor.untyped_storage(), low + at, nbytes)
-
-    def _sample_of_parts(self, tensor: Tensor, at: int) -> tuple[int, object]:
         if at < 0:
             self._samples += 1
             at = self._samples
-        some = raw_alias(tensor)
-        while some.numel() > _SAMPLED_ELEMENTS:
-            some = some[at % len(some)] if some.dim() > 1 else some[:_SAMPLED_ELEMENTS]
-        return at, fingerprint(dense(some).untyped_storage())
+        return at, fingerprint(tensor.untyped_storage(), *_window(tensor, at))
 
     def begin(
         self, frame: FrameType | None, module: nn.Module, args: Any, kwargs: dict[str, Any]

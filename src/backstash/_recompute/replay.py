@@ -75,10 +75,13 @@ def run(ops: list[Op], values: Values, timed: Timed | None = None) -> None:
     uses = Counter(read.number for op in ops for read in op.reads)
     held_uses = Counter(id(each) for op in ops for each in op.before)
     with _alone():
+        is_grad_enabled = False
         for settings, together in _runs(ops):
             with put(settings):
                 for op in together:
-                    set_grad_enabled(op.is_grad_enabled)
+                    if op.is_grad_enabled is not is_grad_enabled:
+                        is_grad_enabled = op.is_grad_enabled
+                        set_grad_enabled(is_grad_enabled)
                     if timed is None:
                         values.run(op)
                     else:
@@ -86,10 +89,10 @@ def run(ops: list[Op], values: Values, timed: Timed | None = None) -> None:
                     for read in op.reads:
                         uses[read.number] -= 1
                         if not uses[read.number]:
-                            values.storages.pop(read.number, None)
+                            values.tensors.pop(read.number, None)
                     for each in op.made:
                         if not uses[each.number]:
-                            values.storages.pop(each.number, None)
+                            values.tensors.pop(each.number, None)
                     for outside in op.before:
                         held_uses[id(outside)] -= 1
                         if not held_uses[id(outside)]:
@@ -140,8 +143,8 @@ class Values:
         self._places = places
         self._unpack = unpack
         self.given: Sequence[Tensor] = ()
-        self.storages: dict[int, torch.UntypedStorage] = {}
-        """Storages by the number of their state."""
+        self.tensors: dict[int, Tensor] = {}
+        """A tensor with the memory of a state, by the state's number."""
         self.held: dict[int, Tensor] = {}
         """Unpacked tensors by the ``id`` of their :class:`Outside`."""
         self.found: dict[tuple[int, Place], Tensor] = {}
@@ -158,20 +161,21 @@ class Values:
                 self.found[number, place] = snapshot(self.found[number, place])
         args = [self._value(each) for each in op.args]
         kwargs = {name: self._value(each) for name, each in op.kwargs.items()}
-        results = [*tensors_of(op.func(*args, **kwargs))]
+        result = op.func(*args, **kwargs)
+        results = [result] if type(result) is Tensor else [*tensors_of(result)]
         for each in op.made:
             if each.argument is None:
                 tensor = results[each.result]
             else:
                 tensor = argument_of(args, kwargs, each.argument)
-            storage = self.storages[each.number] = tensor.untyped_storage()
+            self.tensors[each.number] = tensor
             for place in self._places.get(each.number, ()):
-                self.found[each.number, place] = view_of(storage, tensor.device, place)
+                self.found[each.number, place] = _at(tensor, place)
 
     def _value(self, operand: Any) -> Any:
         kind = type(operand)
         if kind is Made:
-            return view_of(self.storages[operand.number], operand.device, operand.place)
+            return _at(self.tensors[operand.number], operand.place)
         if kind is Given:
             return self.given[operand.index]
         if kind is Outside:
@@ -196,6 +200,14 @@ def _unpacked(outside: Outside, unpack: Callable[[Any], Tensor]) -> Tensor:
             "(NumPy, .data)"
         )
     return value
+
+
+def _at(tensor: Tensor, place: Place) -> Tensor:
+    """Return a tensor at ``place`` in the memory of ``tensor``."""
+    dtype, shape, stride, offset, _, neg = place
+    if tensor.dtype is dtype and not (neg or dtype.is_complex or tensor.is_neg()):
+        return tensor.as_strided(shape, stride, offset)
+    return view_of(tensor.untyped_storage(), tensor.device, place)
 
 
 def view_of(storage: torch.UntypedStorage, device: torch.device, place: Place) -> Tensor:

@@ -22,7 +22,6 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -152,12 +151,19 @@ class State:
         if autograd holds the tensor unpacked."""
 
 
+class _StorageRef(weakref.ref[torch.UntypedStorage]):
+    """A weak reference to a storage, with its identity."""
+
+    __slots__ = ("identity",)
+    identity: int
+
+
 class Memory:
     """A storage that the tape has seen."""
 
     __slots__ = ("ref", "state", "version", "writes")
 
-    def __init__(self, ref: weakref.ref[torch.UntypedStorage], state: State, version: int) -> None:
+    def __init__(self, ref: _StorageRef, state: State, version: int) -> None:
         self.ref = ref
         """The storage, weakly; its death removes this object from the tape. PyTorch keeps a storage's Python
         object as long as the storage. A weak reference in C++ would keep the storage's description alive, which
@@ -211,22 +217,24 @@ class Outside:
 class Made:
     """An operand that a replay computes."""
 
-    __slots__ = ("device", "number", "place", "state")
+    __slots__ = ("device", "kind", "number", "place", "state")
 
     def __init__(self, state: State, place: Place) -> None:
         self.state = state
         self.number = state.number
         self.device = state.device
         self.place = place
+        self.kind = state.key, place
+        """Its part in the keys of states computed from it."""
 
 
 class Scratch:
     """An operand that an operation only writes and that the tape does not own: running statistics."""
 
-    __slots__ = ("device", "place")
+    __slots__ = ("device", "kind", "place")
 
     def __init__(self, tensor: Tensor) -> None:
-        self.place = place_of(tensor)
+        self.place = self.kind = place_of(tensor)
         self.device = tensor.device
 
 
@@ -309,7 +317,8 @@ class Tape(SilentMode):
         most: int | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._memories: dict[int, Memory] = {}
+        self._memories = memories = dict[int, Memory]()
+        self._died = lambda ref: memories.pop(ref.identity, None)
         self._outside: list[Outside] = []
         self._count = self._states = 0
         self._recomputable = recomputable
@@ -318,6 +327,7 @@ class Tape(SilentMode):
         self._stream: Any = None
         self._bits = ModeBits()
         self._settings: Settings = ()
+        self._settings_hash = 0
         self._seconds = self._called_seconds = 0.0
         self.is_recording = True
         self.number = -1
@@ -337,19 +347,9 @@ class Tape(SilentMode):
         """Stop recording, even if other modes were entered since and are still active."""
         take_off(self)
 
-    @contextmanager
-    def aside(self) -> Iterator[None]:
+    def aside(self) -> _Aside:
         """Pause recording inside the context; if this is the innermost mode, also pop it."""
-        is_innermost, was_recording = innermost_mode() is self, self.is_recording
-        self.is_recording = False
-        if is_innermost:
-            pop_mode()
-        try:
-            yield
-        finally:
-            if is_innermost:
-                push_mode(self)
-            self.is_recording = was_recording
+        return _Aside(self)
 
     def end(self) -> None:
         """Stop recording, and free what is not needed.
@@ -405,9 +405,11 @@ class Tape(SilentMode):
         operation = operation_of(func)
         if operation.is_view or not self.is_recording:
             return self._call(func, operation, args, kwargs)
-        if any(each is not Tensor and each is not torch.nn.Parameter for each in types):
-            result = self._call(func, operation, args, kwargs)
-            self._forget(operation, args, kwargs)
+        for each in types:
+            if each is not Tensor and each is not torch.nn.Parameter:
+                result = self._call(func, operation, args, kwargs)
+                self._forget(operation, args, kwargs)
+                break
         else:
             result = self._record(func, operation, args, kwargs)
         if (recorded := self.recorded) is not None:
@@ -422,8 +424,8 @@ class Tape(SilentMode):
 
     def _call(self, func: Any, operation: Operation, args: Any, kwargs: Any) -> Any:
         began = time.perf_counter()
-        # No elementwise kernel returns a lazy conjugate of real numbers.
-        if operation.is_product or has_complex(args):
+        # Of real numbers, only these kernels compute lazy conjugates.
+        if operation.makes_bits or has_complex(args):
             with with_lazy_bits():
                 result = func(*args, **kwargs)
         else:
@@ -449,21 +451,11 @@ class Tape(SilentMode):
         op = Op(func, self._count)
         self._count += 1
         if not reason:
-            unread = {each.place for each in writes if each.fills}
-            op.args = [
-                Scratch(each)
-                if in_training and at in STATISTICS and isinstance(each, Tensor)
-                else self._operand(each, op, is_read=at not in unread)
-                for at, each in enumerate(args)
-            ]
-            op.kwargs = {
-                name: self._operand(each, op, is_read=name not in unread)
-                for name, each in kwargs.items()
-            }
+            self._take_operands(op, args, kwargs, writes, in_training=in_training)
         for each in writes:
             self._begin_write(each)
         result = self._call(func, operation, args, kwargs)
-        if operation.is_product:
+        if operation.makes_bits:
             found = result
             with with_lazy_bits():
                 result = self._bits.saw(func, args, kwargs, found, depth=4)
@@ -474,7 +466,7 @@ class Tape(SilentMode):
         key = 0
         if not reason:
             op.settings = self._settings_now(on_accelerator=self._stream is not None)
-            key = hash((func, _signature(op.args), _signature(op.kwargs), op.settings))
+            key = hash((id(func), _signature(op.args), *_named(op.kwargs), self._settings_hash))
             if self._most is not None and (depth := _depth(op)) > self._most:
                 reason = TOO_FAR.format(depth, self._most)
         for each in writes:
@@ -486,6 +478,26 @@ class Tape(SilentMode):
             )
         self._add_results(operation, op, result, reason, key)
         return result
+
+    def _take_operands(
+        self, op: Op, args: Any, kwargs: Any, writes: list[_WriteOp], *, in_training: bool
+    ) -> None:
+        if not writes:
+            op.args = [self._operand(each, op) for each in args]
+            if kwargs:
+                op.kwargs = {name: self._operand(each, op) for name, each in kwargs.items()}
+            return
+        unread = {each.place for each in writes if each.fills}
+        op.args = [
+            Scratch(each)
+            if in_training and at in STATISTICS and isinstance(each, Tensor)
+            else self._operand(each, op, is_read=at not in unread)
+            for at, each in enumerate(args)
+        ]
+        op.kwargs = {
+            name: self._operand(each, op, is_read=name not in unread)
+            for name, each in kwargs.items()
+        }
 
     def _writes_of(
         self, operation: Operation, args: Any, kwargs: Any, reason: str, *, in_training: bool
@@ -536,7 +548,7 @@ class Tape(SilentMode):
     def _add_results(
         self, operation: Operation, op: Op, result: Any, reason: str, key: int
     ) -> None:
-        for at, tensor in enumerate(tensors_of(result)):
+        for at, tensor in enumerate((result,) if type(result) is Tensor else tensors_of(result)):
             storage = storage_of(tensor)
             if storage is None:
                 continue
@@ -562,15 +574,16 @@ class Tape(SilentMode):
         number, self._states = self._states, self._states + 1
         op.made.append(Product(number, result, argument))
         state = State(device, reason, key, op, number)
-        state.depth = _depth(op)
+        if self._most is not None:
+            state.depth = _depth(op)
         return state
 
     def _reason_of(self, operation: Operation, args: Any, result: Any) -> str:
         """Return why the results cannot be replayed, for reasons that the operation's schema does not show."""
-        first = next(tensors_of(result), None)
+        first = result if type(result) is Tensor else next(tensors_of(result), None)
         if first is None:
             first = next((each for each in args if isinstance(each, Tensor)), None)
-        if first is None or first.device.type == "cpu":
+        if first is None or first.is_cpu:
             return ""
         if operation.sums_in_any_order and not torch.are_deterministic_algorithms_enabled():
             return _ANY_ORDER.format(operation.name)
@@ -585,6 +598,7 @@ class Tape(SilentMode):
         found = now(on_accelerator=on_accelerator)
         if found != self._settings:
             self._settings = found  # one shared object while they are equal
+            self._settings_hash = hash(found)
         return self._settings
 
     def _may_replay_here(self) -> bool:
@@ -628,13 +642,14 @@ class Tape(SilentMode):
     def _know(
         self, storage: torch.UntypedStorage, identity: int, state: State, version: int
     ) -> Memory:
-        memories = self._memories
-        ref = weakref.ref(storage, lambda _: memories.pop(identity, None))
-        memory = memories[identity] = Memory(ref, state, version)
+        ref = _StorageRef(storage, self._died)
+        ref.identity = identity
+        memory = self._memories[identity] = Memory(ref, state, version)
         return memory
 
     def _operand(self, value: Any, op: Op, *, is_read: bool = True) -> Any:
-        if isinstance(value, Tensor):
+        kind = type(value)
+        if kind is Tensor or isinstance(value, Tensor):
             memory = self._memory(value)
             if memory is None:
                 return self._hold(None, value, op)
@@ -644,12 +659,8 @@ class Tape(SilentMode):
             made = Made(state, place_of(value))
             op.reads.append(made)
             return made
-        if isinstance(value, (list, tuple)):
-            return (
-                type(value)([self._operand(each, op) for each in value])
-                if type(value) in (list, tuple)
-                else value
-            )
+        if kind is list or kind is tuple:
+            return kind([self._operand(each, op) for each in value])
         return value
 
     def _hold(self, state: State | None, tensor: Tensor, op: Op) -> Outside:
@@ -765,6 +776,27 @@ class Tape(SilentMode):
         return ""
 
 
+class _Aside:
+    """The context of :meth:`Tape.aside`."""
+
+    __slots__ = ("_is_innermost", "_tape", "_was_recording")
+
+    def __init__(self, tape: Tape) -> None:
+        self._tape = tape
+
+    def __enter__(self) -> None:
+        tape = self._tape
+        self._is_innermost, self._was_recording = innermost_mode() is tape, tape.is_recording
+        tape.is_recording = False
+        if self._is_innermost:
+            pop_mode()
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_innermost:
+            push_mode(self._tape)
+        self._tape.is_recording = self._was_recording
+
+
 class Leaver:
     """Pop a tape when this object's owner drops it.
 
@@ -864,19 +896,20 @@ def _version(tensor: Tensor) -> int:
         return 0
 
 
-def _signature(value: Any) -> Any:
-    """Return what decides which kernel runs, other than the data."""
-    kind = type(value)
-    if kind is Made:
-        return value.state.key, value.place
-    if kind is Outside:
-        return value.kind
-    if kind is Scratch:
-        return value.place
-    if kind is list or kind is tuple:
-        return tuple(_signature(each) for each in value)
-    if kind is dict:
-        return tuple((name, _signature(each)) for name, each in value.items())
-    if kind is float or kind is complex:
-        return kind
-    return value
+def _signature(values: Any) -> tuple[Any, ...]:
+    """Return what decides, of these arguments, which kernel runs: all but the data."""
+    found = []
+    for each in values:
+        kind = type(each)
+        if kind is Made or kind is Outside or kind is Scratch:
+            each = each.kind
+        elif kind is list or kind is tuple:
+            each = _signature(each)
+        elif kind is float or kind is complex:
+            each = kind
+        found.append(each)
+    return tuple(found)
+
+
+def _named(kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    return (*kwargs, _signature(kwargs.values())) if kwargs else ()

@@ -156,10 +156,10 @@ def extent_bytes(tensor: Tensor) -> tuple[int, int]:
     low = int(tensor.storage_offset()) * itemsize
     if tensor.is_contiguous():
         return low, low + tensor.nbytes
-    last = sum(  # strides are never negative
-        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
-    return low, low + int(last + 1) * itemsize
+    last = 0
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        last += (size - 1) * stride  # strides are never negative
+    return low, low + (last + 1) * itemsize
 
 
 def reason_to_stay(tensor: Tensor, storage: torch.UntypedStorage | None = None) -> str:

@@ -19,7 +19,9 @@ __all__ = ["SMALL_STEP_BYTES", "SmallSteps"]
 SMALL_STEP_BYTES = 96 << 20
 """The limit that ``backstash run`` uses for small steps: below it, moving took more memory than it freed in
 most programs of ``scripts/gallery``."""
-_SMALL_BLOCK = 128 << 10  # glibc maps larger blocks separately, or soon does (mallopt's M_MMAP_THRESHOLD)
+_SMALL_BLOCK = (
+    128 << 10
+)  # glibc maps larger blocks separately, or soon does (mallopt's M_MMAP_THRESHOLD)
 _ANCHORS = 3  # blocks at the beginning of a step, before the rest is kept without blocks
 
 

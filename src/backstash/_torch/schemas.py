@@ -89,6 +89,9 @@ _OF_PRODUCTS = (
 """Prefixes of other names."""
 
 
+_MAKES_BITS = ("linalg_", "_linalg_", "_fft_", "cholesky", "triangular_solve")
+"""Prefixes of operations whose kernels conjugate intermediate results, also those of real numbers."""
+
 _LINEAR = ("linalg_vector_norm", "linalg_cross", "linalg_vecdot", "linalg_diagonal")
 
 
@@ -114,10 +117,12 @@ class Operation:
     __slots__ = (
         "dropout",
         "fills",
+        "func",
         "is_allocation",
         "is_product",
         "is_random",
         "is_view",
+        "makes_bits",
         "name",
         "out",
         "reason",
@@ -128,6 +133,7 @@ class Operation:
 
     def __init__(self, func: Any) -> None:
         schema = schema_of(func)
+        self.func = func
         self.name = str(func)
         base = schema.name.partition("::")[2] if schema is not None else ""
         self.reason = ""
@@ -147,11 +153,14 @@ class Operation:
         self.sums_in_any_order = base in _SUMS_IN_ANY_ORDER
         self.is_random = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
         is_known = getattr(func, "namespace", "") == "aten" or func in _pure
+        is_composite = schema is not None and is_known and _is_composite(func)
+        self.makes_bits = is_composite or base.startswith(_MAKES_BITS)
+        """Whether its kernel needs :func:`~.dispatch.with_lazy_bits` even for real numbers."""
         if schema is None or not is_known:
             self.reason = _FOREIGN.format(self.name)
         elif self.is_random:
             self.reason = f"{self.name} {RANDOM}"
-        elif _is_composite(func):
+        elif is_composite:
             # Inference mode does not decompose it, so the writes inside it are not seen.
             self.reason = f"{self.name} is composite and was not decomposed, as in inference mode"
         elif base in _NOT_REPEATED:
@@ -216,7 +225,7 @@ def has_complex(values: Any) -> bool:
     return False
 
 
-_known: dict[Any, Operation] = {}
+_known: dict[int, Operation] = {}  # by the id of the overload, which its entry keeps alive
 _pure: set[Any] = (
     set()
 )  # overloads that are not PyTorch's, and that the program declares to be like these
@@ -243,12 +252,12 @@ def is_of_operator(function: Any) -> bool:
 def declare_pure(overload: Any) -> None:
     """Declare that the results of ``overload`` depend only on its arguments."""
     _pure.add(overload)
-    _known.pop(overload, None)
+    _known.pop(id(overload), None)
 
 
 def operation_of(func: Any) -> Operation:
     """Return the properties of a dispatched operation."""
-    known = _known.get(func)
+    known = _known.get(id(func))
     if known is None:
-        known = _known[func] = Operation(func)
+        known = _known[id(func)] = Operation(func)
     return known
