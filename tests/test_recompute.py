@@ -32,7 +32,7 @@ from backstash._saved.held import Held
 from backstash._torch import schemas
 from backstash._torch.dispatch import dispatch_modes
 from backstash.errors import InplaceError, StashClosedError, UsageError
-from backstash.testing import MemoryStore, TwinDevice, stash_on
+from backstash.testing import CountedDevice, MemoryStore, TwinDevice, stash_on
 from oracle import same_bits
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
@@ -996,22 +996,56 @@ def test_on_an_accelerator_the_comparison_is_the_device_s():
     assert stash.stats().recomputed_bytes > 0
 
 
-def test_on_an_accelerator_other_bits_are_told_before_they_are_used():
-    """Else a hook of a gradient that steps, or another process, would have used them before."""
+@pytest.mark.parametrize("device", [TwinDevice, CountedDevice])
+def test_on_an_accelerator_other_bits_raise_when_backward_ends(device):
     net, x = net_of("transformer", count=2)
-    stash = stash_on(TwinDevice(), host="1MiB", keep=0, min_bytes=0, disk=MemoryStore())
+    stash = stash_on(
+        device(), host="1MiB", keep=0, min_bytes=0, disk=MemoryStore(), verify="always"
+    )
     with stash.recompute(*net):
         train(net, x, stash)  # the second run is alike
         with stash:
             loss = net(x).square().sum()
     weight = next(net.parameters())
     weight.data.mul_(2)  # unseen by its version
-    stepped = []
-    weight.register_post_accumulate_grad_hook(lambda each: stepped.append(each))
     for _ in range(2):
         with pytest.raises(InplaceError, match="gave different bits"):
             loss.backward(retain_graph=True)
-    assert not stepped
+    weight.data.div_(2)
+    loss.backward()
+
+
+def test_on_an_accelerator_one_tensor_of_some_forwards_is_compared():
+    """In all of them once, by one wait for each backward at most."""
+    net, x = net_of("transformer", count=2)
+    seen = Counter()
+
+    class Marks(CountedDevice):
+        def mark(self, storage, made_on, first=0, nbytes=-1):
+            seen[number[0]] += 1
+            return super().mark(storage, made_on, first, nbytes)
+
+    device, number = Marks(), [0]
+    stash = stash_on(device, host="1MiB", keep=0, min_bytes=0)
+    raised = 0
+    with stash.recompute(*net):
+        for number[0] in range(40):
+            with stash:
+                loss = net(x).square().sum()
+            before = device.counts["host_syncs"]
+            if number[0] < 20:
+                loss.backward()
+                assert device.counts["host_syncs"] - before == bool(seen[number[0]])
+            else:
+                for each in net.parameters():
+                    each.data.mul_(2)
+                try:
+                    loss.backward()
+                except InplaceError:
+                    raised += 1
+    sampled = sum(seen[at] > 0 for at in range(20, 40))
+    assert 1 <= sampled < 20 and raised == sampled
+    assert max(seen.values()) <= len(net)
 
 
 class Keeping(nn.Module):

@@ -159,18 +159,18 @@ class _Mark:
 
 
 class _Comparison(Check):
-    __slots__ = ("_event", "_reader", "_told")
+    __slots__ = ("_reader", "event", "told")
 
     def __init__(self, told: Tensor, event: Any, reader: Any) -> None:
-        self._told = told
-        self._event = event
+        self.told = told
+        self.event = event
         self._reader = reader  # a stream that does not compute, and its lock
 
     def differs(self) -> bool:
         stream, lock = self._reader
         with lock, stream:  # a stream object itself stores which stream was current before
-            stream.wait_event(self._event)
-            return bool(self._told)
+            stream.wait_event(self.event)
+            return bool(self.told)
 
 
 class Accelerator(Device):
@@ -316,11 +316,13 @@ class Accelerator(Device):
             with suppress(torch.OutOfMemoryError):
                 kernel(self._device)
 
-    def mark(self, storage: torch.UntypedStorage, made_on: Any) -> _Mark | None:
+    def mark(
+        self, storage: torch.UntypedStorage, made_on: Any, first: int = 0, nbytes: int = -1
+    ) -> _Mark | None:
         """See :meth:`Device.mark`."""
         try:
             with nullcontext() if made_on == self.stream() else made_on:
-                return _Mark(self.sums(storage), made_on.record_event())
+                return _Mark(self.sums(storage, first, nbytes), made_on.record_event())
         except RuntimeError:
             return None
 
@@ -337,6 +339,15 @@ class Accelerator(Device):
         except RuntimeError:
             return None
         return _Comparison(told, stream.record_event(), self._asking)
+
+    def first_difference(self, checks: Sequence[Any]) -> int:
+        """See :meth:`Device.first_difference`: all checks are read at once."""
+        stream, lock = self._asking
+        with lock, stream:
+            for check in checks:
+                stream.wait_event(check.event)
+            found: list[bool] = torch.stack([check.told for check in checks]).tolist()
+        return found.index(True) if True in found else -1
 
     def compare_marks(self, marks: Sequence[tuple[_Mark, _Mark]]) -> Check | None:
         """See :meth:`Device.compare_marks`."""

@@ -129,9 +129,10 @@ class Device(ABC):
         """Prepare :meth:`mark`, whose first call would take long."""
 
     @abstractmethod
-    def mark(self, storage: UntypedStorage, made_on: Any) -> Any:
-        """Return a mark of the bytes that ``storage`` has once the stream ``made_on`` has done its work so
-        far; ``None`` if the device has no memory for it or cannot make one."""
+    def mark(self, storage: UntypedStorage, made_on: Any, first: int = 0, nbytes: int = -1) -> Any:
+        """Return a mark of ``nbytes`` of ``storage`` from ``first``, a multiple of 4, on (-1: all), as they are
+        once the stream ``made_on`` has done its work so far; ``None`` if the device has no memory for it or
+        cannot make one."""
 
     @abstractmethod
     def compare(
@@ -146,6 +147,10 @@ class Device(ABC):
     def compare_marks(self, marks: Sequence[tuple[Any, Any]]) -> Check | None:
         """Begin to compare the two marks of each pair. ``None`` if the device has no memory for it or cannot
         compare. The host does not wait."""
+
+    def first_difference(self, checks: Sequence[Check]) -> int:
+        """Return the index of the first check that found a difference; -1 if none did. The host waits."""
+        return next((at for at, check in enumerate(checks) if check.differs()), -1)
 
     @abstractmethod
     def pin(self, memory: Tensor) -> str:

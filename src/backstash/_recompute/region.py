@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import random
 import threading
 import weakref
 from collections.abc import Callable, Iterable
@@ -27,12 +28,14 @@ from torch.utils.hooks import RemovableHandle
 from .._core.admission import Admission
 from .._core.hook_scope import Hook, newest_scope
 from .._core.session import Session
+from .._device.base import Device
 from .._device.fingerprint import fingerprint, same_bytes
 from .._saved.entry import replayed_otherwise
 from .._saved.held import Held
 from .._saved.thread_state import ThreadState
 from .._saved.view import dense, extent_bytes, raw_alias, reason_to_stay
 from .._text import clean
+from .._tiers.device_tiers import DeviceTiers
 from .._torch.checkpoints import is_of_checkpoint
 from .._torch.dispatch import count_dispatch_modes, innermost_mode
 from .._torch.dynamo import leave_untraced, untraced
@@ -50,7 +53,9 @@ __all__ = ["FoundModules", "Graph", "Region"]
 
 _REFUSED = "not recomputed: "
 _OTHER_BITS = "recomputing it gives different bits"
-_SAMPLED_BYTES = 4 << 10
+_SAMPLED_BYTES, _SAMPLED_ON_DEVICE = 4 << 10, 1 << 20
+_SAMPLED_CALLS = 4  # on an accelerator, one tensor of each this many forwards
+_seeds = itertools.count()
 
 
 Graph = tuple[list[tuple[float, tuple[int, ...], tuple[int, ...]]], list[tuple[int, int]]]
@@ -138,6 +143,10 @@ class Call:
         self._task = task_or_none()
         self._count = 0
         self._held: list[weakref.ref[Held]] = []
+        self._sampled = (
+            region.next_sampled()
+        )  # on an accelerator, the number of the tensor to sample
+        self._discarded = 0
         self._discarded_bytes = 0
         self._counted: set[tuple[int, Place]] = set()  # states and places in _discarded_bytes
         self._saved: set[tuple[int, int]] = (
@@ -272,7 +281,7 @@ class Call:
             return reason
         if state.key in region.known:
             held.packed = None
-            held.told = region.sample(tensor)
+            held.told = self._sample(tensor)
             self._count_discarded(held)
         else:
             alias = tensor.detach()
@@ -280,6 +289,16 @@ class Call:
             self._unknown.append((held, alias, tensor._version))
         self._held.append(weakref.ref(held))
         return ""
+
+    def _sample(self, tensor: Tensor) -> Any:
+        """Return what a replay of ``tensor`` will be compared with; ``None``: nothing."""
+        region, number = self.region, self._discarded
+        self._discarded += 1
+        tiers = region.tiers_of(tensor.device)
+        if tiers is None:
+            return region.sample(tensor)
+        is_sampled = region.is_thorough or number == self._sampled
+        return region.mark(tensor, tiers.device) if is_sampled else None
 
     def _count_discarded(self, held: Held) -> None:
         which = held.state.number, held.place
@@ -338,6 +357,7 @@ class Call:
                 if not reason:
                     planned.was_alike()
         tape.end()
+        region.discards = self._discarded
         self._counted.clear()
         self._saved.clear()
         region.admission.discarded_bytes += self._discarded_bytes
@@ -364,7 +384,7 @@ class Call:
                 region.known.add(held.state.key)
                 if not self._keeps:
                     held.packed = None
-                    held.told = region.sample(alias)
+                    held.told = self._sample(alias)
                     self._count_discarded(held)
                 continue
             why = reason or _OTHER_BITS
@@ -423,8 +443,8 @@ class Call:
                 f"the tensors that {self.name} saved were discarded and cannot be recomputed: {error}"
             ) from error
         for each, value in zip(wanted, values, strict=True):
-            if each.told is not None and region.sample(value, each.told[0]) != each.told:
-                raise replayed_otherwise(self.name, tuple(each.shape))
+            if each.told is not None:
+                region.compare(each.told, value, replayed_otherwise(self.name, tuple(each.shape)))
         return [(value, value._version) for value in values]
 
 
@@ -595,6 +615,9 @@ class Region:
         self.graph: Graph | None = None
         """Its operations."""
         self._samples = 0
+        self._random = random.Random(next(_seeds))
+        self.discards = 0
+        """The number of tensors that the last forward discarded."""
         self._thread_state = thread_state
         self.handles: tuple[RemovableHandle, ...] = ()
         if not is_found:
@@ -609,6 +632,56 @@ class Region:
         """Count bytes that are not recomputed, with the reason."""
         with self.session.lock:
             self.admission.count_left(_REFUSED + reason, nbytes)
+
+    @property
+    def is_thorough(self) -> bool:
+        """Whether every replay is compared in all its bytes."""
+        return self._verify == "always"
+
+    def next_sampled(self) -> int:
+        """Return which tensor of the next forward to compare on an accelerator; -1: none."""
+        if self._verify == "first" or not self.discards:
+            return -1
+        return int(self._random.random() * self.discards * _SAMPLED_CALLS)
+
+    def tiers_of(self, device: torch.device) -> DeviceTiers | None:
+        """Return the tiers of an accelerator; ``None`` for the CPU, or if the stash does not manage it."""
+        tiers = self.session.known_tiers.get(device)
+        if tiers is None or isinstance(tiers, str) or tiers.device is None:
+            return None
+        return tiers
+
+    def mark(self, tensor: Tensor, device: Device | None) -> tuple[int, Any] | None:
+        """Return a mark of some bytes of a tensor on an accelerator, and which they are."""
+        if device is None or device.is_capturing():
+            return None
+        self._samples += 1
+        part = self._part(tensor, self._samples)
+        mark = device.mark(part[0], device.stream(), *part[1:])
+        return None if mark is None else (self._samples, mark)
+
+    def _part(self, tensor: Tensor, number: int) -> tuple[torch.UntypedStorage, int, int]:
+        low = int(tensor.storage_offset()) * tensor.element_size()
+        if low % 4 or not tensor.is_contiguous():  # a mark begins at a multiple of 4
+            tensor, low = dense(raw_alias(tensor)), 0
+        storage, nbytes = tensor.untyped_storage(), tensor.nbytes
+        if self.is_thorough:
+            return storage, low, nbytes
+        at = number % -(-nbytes // _SAMPLED_ON_DEVICE) * _SAMPLED_ON_DEVICE
+        return storage, low + at, min(_SAMPLED_ON_DEVICE, nbytes - at)
+
+    def compare(self, told: tuple[int, Any], value: Tensor, error: InplaceError) -> None:
+        """Raise ``error`` if ``value`` differs from the tensor that was sampled; on an accelerator when the
+        backward ends."""
+        tiers = self.tiers_of(value.device)
+        if tiers is None or tiers.device is None:
+            if self.sample(value, told[0]) != told:
+                raise error
+            return
+        check = tiers.device.compare(told[1], *self._part(value, told[0]))
+        if check is None:
+            raise torch.OutOfMemoryError("no memory to compare a recomputed tensor")
+        tiers.packer.ask_at_the_end(error, check)
 
     def sample(self, tensor: Tensor, at: int = -1) -> tuple[int, object] | None:
         """Return a fingerprint of some bytes of a CPU tensor, and which they are. They change with each call

@@ -398,7 +398,7 @@ class Packer:
                     root = self._memory(low + block.nbytes, entry.device)
                 check = _fill(entry, derivation, given, root, low, device)
             if check is not None:
-                self._ask_at_the_end(recomputed_otherwise(entry, derivation), check)
+                self.ask_at_the_end(recomputed_otherwise(entry, derivation), check)
         event_log = self._resident.event_log
         if event_log.on:
             event_log.emit("decode", *block.facts, cause=block.where, began=began)
@@ -406,7 +406,7 @@ class Packer:
 
     # On an accelerator the comparison of recomputed bytes ends when the device gets to it.
 
-    def _ask_at_the_end(self, error: InplaceError, check: Check) -> None:
+    def ask_at_the_end(self, error: InplaceError, check: Check) -> None:
         """Raise ``error`` if the device finds a difference. The check is made when the running backward ends,
         so that the host waits once, or immediately if no backward runs."""
         if not in_backward():
@@ -420,7 +420,8 @@ class Packer:
                 ending = None
             is_new = ending is None
             if ending is None:
-                ending = self._endings[task] = _Ending()
+                assert self._device is not None
+                ending = self._endings[task] = _Ending(self._device)
             ending.due.append((error, check))
         if is_new:
             queue_callback(ending)
@@ -429,9 +430,10 @@ class Packer:
 class _Ending:
     """The checks to make on an accelerator when one backward ends."""
 
-    __slots__ = ("__weakref__", "due", "has_asked")
+    __slots__ = ("__weakref__", "_device", "due", "has_asked")
 
-    def __init__(self) -> None:
+    def __init__(self, device: Device) -> None:
+        self._device = device
         self.has_asked = False
         self.due: list[tuple[InplaceError, Check]] = []
 
@@ -443,9 +445,9 @@ class _Ending:
                 invalid.
         """
         self.has_asked = True
-        for error, check in self.due:
-            if check.differs():
-                raise error
+        found = self._device.first_difference([check for _, check in self.due])
+        if found >= 0:
+            raise self.due[found][0]
 
 
 class _Packing(Derivation):

@@ -66,14 +66,14 @@ class _Stream:
 
 
 class _CountedCheck(Check):
-    __slots__ = ("_check", "_device")
+    __slots__ = ("_device", "check")
 
     def __init__(self, device: CountedDevice, check: Check) -> None:
-        self._device, self._check = device, check
+        self._device, self.check = device, check
 
     def differs(self) -> bool:
         self._device.counts["host_syncs"] += 1
-        return self._check.differs()
+        return self.check.differs()
 
 
 class CountedDevice(Accelerator):
@@ -168,6 +168,13 @@ class CountedDevice(Accelerator):
         """See :meth:`Device.compare`."""
         check = super().compare(mark, storage, first, nbytes)
         return check and _CountedCheck(self, check)
+
+    def first_difference(self, checks: Sequence[Check]) -> int:
+        """See :meth:`Device.first_difference`."""
+        self.counts["host_syncs"] += 1
+        return super().first_difference(
+            [each.check if isinstance(each, _CountedCheck) else each for each in checks]
+        )
 
     def compare_marks(self, marks: Sequence[tuple[Any, Any]]) -> Check | None:
         """See :meth:`Device.compare_marks`."""

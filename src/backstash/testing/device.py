@@ -177,9 +177,11 @@ class TwinDevice(Device):
             memory = torch.full((source.numel(),), _GARBAGE, dtype=torch.uint8)
             return _TwinCopy(self, self.ups, source, memory, cast("_TwinEvent | None", after))
 
-    def mark(self, storage: torch.UntypedStorage, made_on: Any) -> object:
+    def mark(
+        self, storage: torch.UntypedStorage, made_on: Any, first: int = 0, nbytes: int = -1
+    ) -> object:
         """See :meth:`Device.mark`."""
-        return fingerprint(storage)
+        return fingerprint(storage, first, nbytes)
 
     def compare(
         self, mark: Any, storage: torch.UntypedStorage, first: int = 0, nbytes: int = -1
