@@ -1029,7 +1029,7 @@ def test_on_an_accelerator_one_tensor_of_some_forwards_is_compared():
     stash = stash_on(device, host="1MiB", keep=0, min_bytes=0)
     raised = 0
     with stash.recompute(*net):
-        for number[0] in range(40):
+        for number[0] in range(80):
             with stash:
                 loss = net(x).square().sum()
             before = device.counts["host_syncs"]
@@ -1043,8 +1043,8 @@ def test_on_an_accelerator_one_tensor_of_some_forwards_is_compared():
                     loss.backward()
                 except InplaceError:
                     raised += 1
-    sampled = sum(seen[at] > 0 for at in range(20, 40))
-    assert 1 <= sampled < 20 and raised == sampled
+    sampled = sum(seen[at] > 0 for at in range(20, 80))
+    assert 1 <= raised <= sampled < 60  # some do not depend on a parameter
     assert max(seen.values()) <= len(net)
 
 
