@@ -1038,14 +1038,14 @@ def test_on_an_accelerator_one_tensor_of_some_forwards_is_compared():
                 assert device.counts["host_syncs"] - before == bool(seen[number[0]])
             else:
                 for each in net.parameters():
-                    each.data.mul_(2)
+                    each.data.neg_()
                 try:
                     loss.backward()
                 except InplaceError:
                     raised += 1
     sampled = sum(seen[at] > 0 for at in range(20, 80))
     assert 1 <= raised <= sampled < 60  # some do not depend on a parameter
-    assert max(seen.values()) <= len(net)
+    assert max(count for at, count in seen.items() if at) <= len(net)
 
 
 class Keeping(nn.Module):
