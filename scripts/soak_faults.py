@@ -38,15 +38,14 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "faults"))
 
+from backstash import Disk, Stash
+from backstash.errors import StashCorruptError, StashIOError
 from faulty import INPUTS, MIXES, are_right, forward, gradients, run_python, wrong_after
 from interrupts import step_interrupted_at
 from killed import kill_at_random
 from nesting import step_with_a_call_at
 from signals import PRESSES
 from transfers import Faults
-
-from backstash import Disk, Stash
-from backstash.errors import StashCorruptError, StashIOError
 
 PATIENCE_SECONDS = 120
 Trial = tuple[str, str, str]  # what was tried, how it went in a word, what is wrong

@@ -327,7 +327,7 @@ GUARDS: dict[str, Guard] = {
     "the version of a part's copy": Guard(
         "a backward may have changed the copy that it was given",
         _unchecked_in("_pack_region"),
-        not_searched="no program saves a part once more after such a backward; tests/test_inplace.py has it",
+        not_searched="no program saves a part again after such a backward; tests/core/test_inplace.py does",
     ),
     "only its own thread judges a copy": Guard(
         "the version is raised after the bytes have changed",
@@ -444,13 +444,13 @@ GUARDS: dict[str, Guard] = {
             _view.StridedRegion, "key", property(lambda region: (region.first, region.count))
         ),
         "below",
-        elsewhere="tests/test_view.py has it",
+        elsewhere="tests/saved/test_view.py has it",
     ),
     "a part whose elements overlap": Guard(
         "is copied from its first to its last",
         _replaced(_view, "_overlap", lambda runs: False),
         "below",
-        elsewhere="tests/test_view.py has it",
+        elsewhere="tests/saved/test_view.py has it",
     ),
     # What is packed.
     "what is packed gives its bytes back": Guard(
@@ -467,7 +467,7 @@ GUARDS: dict[str, Guard] = {
     "a payload has memory of its own": Guard(
         "a codec may return a part of what it was given",
         _replaced(_packing, "_own", lambda payload, values, codec: payload),
-        not_searched="the version of what they share tells of a change; tests/test_packed.py has it",
+        not_searched="the version of what they share tells of a change; tests/tiers/test_packed.py has it",
     ),
     # What is recomputed.
     "the first replay of a class is compared": Guard(
@@ -479,7 +479,7 @@ GUARDS: dict[str, Guard] = {
         "an operand may have been written unseen since",
         _replaced(_packing, "_check", lambda *given: None),
         "recomputed",
-        elsewhere="tests/test_recomputed.py has it",
+        elsewhere="tests/recompute/test_recomputed.py has it",
     ),
     "the version when it is recomputed": Guard(
         "a block that waited may have changed since it was saved",
@@ -491,7 +491,7 @@ GUARDS: dict[str, Guard] = {
         "is packed anew",
         _replaced(_entry.WrapperEntry, "is_of", lambda entry, tensor: True),
         "below",
-        elsewhere="tests/test_exact_kinds.py has it",
+        elsewhere="tests/core/test_exact_kinds.py has it",
     ),
     "what a subclass is made of is copied": Guard(
         "a change of the whole raises no version of a part",

@@ -251,7 +251,7 @@ def the_map(tests: list[str], kept: Path | None) -> Coverage:
         path = kept or Path(directory, "map.json")
         if not path.exists():
             if not tests:
-                tests = sorted(str(each) for each in Path("tests").glob("test_*.py"))
+                tests = sorted(str(each) for each in Path("tests").rglob("test_*.py"))
                 tests = [test for test in tests if not _NOT_RUN.search(test)]
             child = os.fork()
             if not child:

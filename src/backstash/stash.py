@@ -127,9 +127,9 @@ class Stash:
             :meth:`recompute` does it, also without a budget. ``False``: nothing, whatever a policy returns.
         verify: how recomputed tensors are compared with the originals. The first time that certain operations
             on certain shapes are recomputed, all bits are compared. Later, a fingerprint of all bytes is
-            compared of a tensor that a policy or plan discarded by itself. ``"auto"``: in recomputed calls of
-            modules, of up to 4 KiB of each tensor; on an accelerator of up to 1 MiB of one tensor in about
-            every fourth call. ``"always"``: of all bytes of these, too. ``"first"``: of these, nothing.
+            compared of single tensors that a policy or plan discarded. In a recomputed call of a module,
+            ``"auto"`` compares up to 4 KiB of each tensor; on an accelerator up to 1 MiB of one tensor in about
+            every fourth call. ``"always"``: all bytes of these, too. ``"first"``: nothing.
         strict: raise :class:`~backstash.errors.BudgetError` if a step exceeds a budget that no plan can keep,
             or three steps exceed one that a plan was to keep. Default ``False``.
 

@@ -17,9 +17,9 @@ from types import FrameType
 from typing import Any
 
 import torch
-from faulty import INPUTS, are_right, forward
 
 import backstash
+from faulty import INPUTS, are_right, forward
 
 _INSIDE = str(Path(backstash.__file__).parent)
 _CALLS = ("CALL", "CALL_FUNCTION_EX", "CALL_FUNCTION", "CALL_METHOD", "CALL_FUNCTION_KW", "CALL_KW")

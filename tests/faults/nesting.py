@@ -13,9 +13,9 @@ from types import FrameType
 from typing import Any
 
 import torch
-from faulty import INPUTS, are_right, forward
 
 import backstash
+from faulty import INPUTS, are_right, forward
 from oracle import same_bits
 
 _INSIDE = str(Path(backstash.__file__).parent)

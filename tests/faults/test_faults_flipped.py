@@ -4,10 +4,10 @@ import os
 
 import pytest
 import torch
-from faulty import INPUTS, are_right, forward, wrong_after
 
 from backstash import Disk, Stash
 from backstash.errors import InplaceError, StashCorruptError
+from faulty import INPUTS, are_right, forward, wrong_after
 
 
 class Net(torch.nn.Module):

@@ -3,8 +3,8 @@
 import itertools
 
 import pytest
-from faulty import run_python
 
+from faulty import run_python
 from long_tests import mostly_long
 
 LOADER = """

@@ -4,8 +4,8 @@ import subprocess
 import sys
 
 import pytest
-from faulty import run_python
 
+from faulty import run_python
 from long_tests import mostly_long
 
 MOUNTS = {

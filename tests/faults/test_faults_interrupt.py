@@ -9,6 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+
+from backstash import Disk, Stash
+from backstash._tiers import backing as _backing
 from faulty import (
     INPUTS,
     MIXES,
@@ -20,11 +23,8 @@ from faulty import (
     wrong_after,
 )
 from interrupts import Interrupter, step_interrupted_at
-from signals import PRESSES
-
-from backstash import Disk, Stash
-from backstash._tiers import backing as _backing
 from long_tests import mostly_long
+from signals import PRESSES
 
 POINTS = 8  # of each mix; scripts/soak_faults.py takes every one
 

@@ -3,9 +3,9 @@
 import random
 
 import pytest
+
 from faulty import MIXES, gradients, run_python, wrong_after
 from killed import kill_at_random, train
-
 from long_tests import mostly_long
 
 
@@ -52,6 +52,7 @@ def test_one_that_is_alive_does_not_mind_the_other_s_death(tmp_path):
 
 def gradients_later():
     import torch
+
     from faulty import INPUTS, are_right, forward
 
     loss = forward()

@@ -7,12 +7,12 @@ import os
 
 import pytest
 import torch
-from faulty import INPUTS, MIXES, ZEROS, are_right, forward, hooks_left, run_python, wrong_after
-from nesting import another_step, step_with_a_call_at
 
 from backstash import Disk, Stash
 from backstash._runtime.workers import Work
+from faulty import INPUTS, MIXES, ZEROS, are_right, forward, hooks_left, run_python, wrong_after
 from long_tests import mostly_long
+from nesting import another_step, step_with_a_call_at
 
 POINTS = int(os.environ.get("NESTED_POINTS", 6))  # of each mix and call
 CALLS = ("a step", "stats", "close")

@@ -7,13 +7,13 @@ import warnings
 
 import pytest
 import torch
-from faulty import INPUTS, MIXES, are_right, forward, gradients, run_python, wrong_after
 
 import backstash._device.pinned_pool as host_memory
 import backstash.stores._buffer_pool as memory
 from backstash import Disk, Stash
 from backstash.errors import StashIOError
 from backstash.testing import TwinDevice
+from faulty import INPUTS, MIXES, are_right, forward, gradients, run_python, wrong_after
 
 DESCRIPTORS = """
 import resource

@@ -8,13 +8,13 @@ import warnings
 
 import pytest
 import torch
-from faulty import INPUTS, MIXES, are_right, forward, gradients, wrong_after
-from transfers import Faults
 
 from backstash import StashError, StashFullError
 from backstash.errors import StashIOError
 from backstash.stores._leases import Leases
 from backstash.testing import TwinDevice, stash_on
+from faulty import INPUTS, MIXES, are_right, forward, gradients, wrong_after
+from transfers import Faults
 
 
 @pytest.mark.parametrize("mix", MIXES)

@@ -18,10 +18,10 @@ os.environ |= {
 }
 
 import torch
-from test_transformers import trainer_of
 
 from backstash import Stash
 from backstash.integrations.transformers import prepare_trainer
+from test_transformers import trainer_of
 
 
 def trained(directory, stash):

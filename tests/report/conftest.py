@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator
 
-import browser
 import pytest
+
+import browser
 
 
 @pytest.fixture(scope="session")

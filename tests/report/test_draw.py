@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from draw_models import HOSTILE, Gpt
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
@@ -22,6 +21,7 @@ from backstash.graph import (
     saved_tensors_hooks,
 )
 from backstash.report import Drawing, draw
+from draw_models import HOSTILE, Gpt
 
 N = 200_000  # elements: large enough to be written each by itself
 

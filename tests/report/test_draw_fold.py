@@ -5,12 +5,12 @@ from collections import Counter
 
 import pytest
 import torch
-from draw_models import Gpt, chain, random_graph
 from torch import Tensor, nn
 
 from backstash import Stash
 from backstash.graph import label_modules
 from backstash.report import Drawing, draw
+from draw_models import Gpt, chain, random_graph
 from long_tests import takes_long
 
 OPTIONS = ({}, {"depth": 1}, {"depth": 3}, {"collapse_repeated": False}, {"color_by": "dtype"})

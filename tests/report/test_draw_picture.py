@@ -12,7 +12,6 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from draw_models import HOSTILE, Gpt, random_graph
 from torch import Tensor
 
 from backstash.graph import label_modules
@@ -22,6 +21,7 @@ from backstash.report._draw._boxes import BoxText, text_width
 from backstash.report._draw._layout import Rectangle
 from backstash.report._draw._svg import placed
 from backstash.units import format_bytes
+from draw_models import HOSTILE, Gpt, random_graph
 
 SVG = "{http://www.w3.org/2000/svg}"
 

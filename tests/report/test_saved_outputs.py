@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from saved_programs import program
 from torch import Tensor, nn
 
 from backstash import Stash
@@ -20,6 +19,7 @@ from backstash.report._saved.budgets import budgets
 from backstash.report._saved.save import Found, Save, SavedStorage
 from backstash.report._saved.text import where_of
 from backstash.report._saved.waste import CONSTANT, MASK, ZEROS, find_waste
+from saved_programs import program
 
 COUNT = 40_000
 

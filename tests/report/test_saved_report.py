@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.utils.checkpoint as checkpointing
-from saved_programs import PAIRS, figures, gradients, pairs, program, saved_plainly
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -21,6 +20,7 @@ from backstash import Action, SavedTensor, Stash, graph
 from backstash.errors import InplaceError, UsageError
 from backstash.report import draw, saved_report
 from backstash.report._saved import budgets
+from saved_programs import PAIRS, figures, gradients, pairs, program, saved_plainly
 
 PLACES = {
     "disk": {"disk", "in place"},

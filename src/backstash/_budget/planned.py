@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from .._core.session import Session
-from .._plan.cuts import CallGraph, Operation
+from .._plan.cuts import CallGraph, CallOperation
 from .._plan.regions import ONCE, TRACED, Forward, Regions
 from .._saved.entry import Entry
 from .._tiers.device_tiers import DeviceTiers
@@ -204,4 +204,6 @@ class Planned:
         forward.again_seconds = self._region.again_seconds
         if self._region.graph is not None:
             operations, saves = self._region.graph
-            forward.graph = CallGraph(tuple(Operation(*each) for each in operations), tuple(saves))
+            forward.graph = CallGraph(
+                tuple(CallOperation(*each) for each in operations), tuple(saves)
+            )

@@ -17,7 +17,7 @@ from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["CallGraph", "Cut", "Operation", "cuts_of"]
+__all__ = ["CallGraph", "CallOperation", "Cut", "cuts_of"]
 
 _PRICES = (
     1 / 16,
@@ -28,7 +28,7 @@ _UNLIMITED = float("inf")
 
 
 @dataclass(frozen=True, slots=True)
-class Operation:
+class CallOperation:
     """One operation of a call that was replayed."""
 
     seconds: float
@@ -43,7 +43,7 @@ class Operation:
 class CallGraph:
     """The operations of one call that lead to what it saves, in order."""
 
-    operations: tuple[Operation, ...]
+    operations: tuple[CallOperation, ...]
     saves: tuple[tuple[int, int], ...]
     """The number of a save in the call, and the value that is saved."""
 

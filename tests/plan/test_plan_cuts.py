@@ -12,7 +12,7 @@ import backstash._budget.first_steps
 import backstash._budget.planner
 import backstash._budget.solving as solving
 from backstash import Stash
-from backstash._plan.cuts import CallGraph, Cut, Operation, _cheapest, cuts_of
+from backstash._plan.cuts import CallGraph, CallOperation, Cut, _cheapest, cuts_of
 from backstash._plan.regions import Forward, traced_regions
 from backstash._plan.solve import solve, solve_with_cuts
 from backstash._plan.trace import Links, Moment, Option, RegionCut, Trace, TracedBlock
@@ -28,7 +28,7 @@ def any_graph(draw):
         reads = tuple(draw.sample(range(values), min(values, draw.randint(0, 2))))
         makes = tuple(range(values, values + draw.randint(1, 2)))
         values += len(makes)
-        operations.append(Operation(draw.randint(1, 9), reads, makes))
+        operations.append(CallOperation(draw.randint(1, 9), reads, makes))
     saved = draw.sample(range(values), draw.randint(1, values))
     return CallGraph(tuple(operations), tuple(enumerate(saved))), values
 
@@ -66,7 +66,11 @@ def test_a_cut_is_the_cheapest_of_all_choices(seed):
 def test_what_is_dear_to_compute_stays_first():
     """A product, and an activation and a norm of its result, all as large."""
     graph = CallGraph(
-        (Operation(1.0, (), (0,)), Operation(0.01, (0,), (1,)), Operation(0.02, (1,), (2,))),
+        (
+            CallOperation(1.0, (), (0,)),
+            CallOperation(0.01, (0,), (1,)),
+            CallOperation(0.02, (1,), (2,)),
+        ),
         ((0, 0), (1, 1), (2, 2)),
     )
     (cut,) = cuts_of(graph, dict.fromkeys(range(3), 100))
@@ -76,13 +80,15 @@ def test_what_is_dear_to_compute_stays_first():
 
 def test_two_saves_of_one_value_stay_together():
     graph = CallGraph(
-        (Operation(1.0, (), (0,)), Operation(0.01, (0,), (1,))), ((0, 0), (3, 0), (4, 1))
+        (CallOperation(1.0, (), (0,)), CallOperation(0.01, (0,), (1,))), ((0, 0), (3, 0), (4, 1))
     )
     assert [cut.stays for cut in cuts_of(graph, {0: 100, 4: 100})] == [{0, 3}]
 
 
 def test_a_forward_that_saved_something_else_has_no_cuts():
-    graph = CallGraph((Operation(1.0, (), (0,)), Operation(0.01, (0,), (1,))), ((0, 0), (1, 1)))
+    graph = CallGraph(
+        (CallOperation(1.0, (), (0,)), CallOperation(0.01, (0,), (1,))), ((0, 0), (1, 1))
+    )
     blocks = [TracedBlock("class", 100, {"keep": Option(100)}) for _ in range(3)]
     for saved, cuts in (({0: 5, 1: 6}, 1), ({0: 5, 1: 6, 2: 7}, 0)):
         forward = Forward("a", 0, saved=saved, graph=graph, seconds=1.0, can_run_again=True)
@@ -104,7 +110,9 @@ def cut_trace():
         "a",
         0,
         saved={0: 0, 1: 1},
-        graph=CallGraph((Operation(9.9, (), (0,)), Operation(0.1, (0,), (1,))), ((0, 0), (1, 1))),
+        graph=CallGraph(
+            (CallOperation(9.9, (), (0,)), CallOperation(0.1, (0,), (1,))), ((0, 0), (1, 1))
+        ),
         seconds=10.0,
         can_run_again=True,
     )

@@ -26,7 +26,7 @@ from backstash._torch.dispatch import dispatch_modes
 from backstash.errors import InplaceError, UsageError
 from backstash.testing import MemoryStore, TwinDevice, stash_on
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import soak_recomputed
 

@@ -35,7 +35,7 @@ from backstash.errors import InplaceError, StashClosedError, UsageError
 from backstash.testing import CountedDevice, MemoryStore, TwinDevice, stash_on
 from oracle import same_bits
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import soak_recomputed
 
