@@ -663,7 +663,7 @@ class Stash:
                 raise _lost(entry, placement.lost_at)
             session.predictor.use(block)
             session.uses += 1
-            if self._event_log.on and block.cleanup.is_counted:
+            if self._event_log.on and block.cleanup.packs is None:
                 self._event_log.emit("use", entry.nbytes, *block.facts[1:])
             if entry.check is not None:
                 if entry.check.differs():
@@ -742,7 +742,7 @@ class Stash:
         block = entry.block
         self._session.predictor.use(block)
         self._session.uses += 1
-        if self._event_log.on and block.cleanup.is_counted:
+        if self._event_log.on and block.cleanup.packs is None:
             self._event_log.emit("use", entry.nbytes, *block.facts[1:])
 
     def _unpack_captured(self, entry: Entry) -> Tensor:

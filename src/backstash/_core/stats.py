@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from .._saved.thread_state import Counts
 from .._text import clean, html_table, show_text
+from .._tiers.base import LowerTier
 from ..stores import Store
 from ..units import format_bytes
 from .admission import FITS, NESTED, SMALL, SMALL_STEP, Admission
@@ -233,10 +234,6 @@ def collect(
     if not nested:
         for tier in below:
             tier.sweep()
-    notes = [*(store.notes if store is not None else ()), note, *(tier.note for tier in below)]
-    notes += [told for evictor in evictors for told in evictor.health.notes]
-    for planner in session.planners.values():
-        notes += planner.notes
     forward_stalls = [evictor.inflight.stalls.seconds for evictor in evictors]
     forward_stalls += [tier.stall_seconds for tier in below]
     unfilled = sum(tier.unfilled_bytes() for tier in below)
@@ -277,5 +274,17 @@ def collect(
         prefetch_misses=sum(prefetcher.misses for prefetcher in prefetchers),
         left=_left(session, admission, counts),
         hooks_off=counts.times_off,
-        notes=tuple(dict.fromkeys(filter(None, notes))),
+        notes=_notes(session, store, note, below),
     )
+
+
+def _notes(
+    session: Session, store: Store | None, note: str, below: Sequence[LowerTier]
+) -> tuple[str, ...]:
+    """Return the notes of the store, the workers (``note``), the tiers and the controllers."""
+    notes = [*(store.notes if store is not None else ()), note, *(tier.note for tier in below)]
+    for tiers in session.device_tiers:
+        notes += tiers.evictor.health.notes
+    for planner in session.planners.values():
+        notes += planner.notes
+    return tuple(dict.fromkeys(filter(None, notes)))

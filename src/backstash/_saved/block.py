@@ -195,7 +195,7 @@ class Loaded:
 class BlockCleanup(Cleanup):
     """What remains of a dead block: the bytes that the budgets count for it."""
 
-    __slots__ = ("again_bytes", "is_counted", "module", "nbytes", "resident_bytes", "serial")
+    __slots__ = ("again_bytes", "module", "nbytes", "packs", "resident_bytes", "serial")
 
     def __init__(self, reclaim_queue: ReclaimQueue, number: int, nbytes: int) -> None:
         self.mark = reclaim_queue.mark
@@ -204,13 +204,15 @@ class BlockCleanup(Cleanup):
         self.nbytes = nbytes
         self.resident_bytes = 0  # its bytes in the keep budget
         self.serial = -1  # its number among all blocks of the stash; -1: not counted as one
-        self.is_counted = True  # False for a payload: it has its packed block's serial
+        self.packs: weakref.ref[Block] | None = (
+            None  # if it is a payload: the block with its serial
+        )
         self.module = ""
 
     @property
     def facts(self) -> tuple[int, int, str] | None:
         """See :attr:`Cleanup.facts`."""
-        is_one = self.serial >= 0 and self.is_counted
+        is_one = self.serial >= 0 and self.packs is None
         return (self.nbytes, self.serial, self.module) if is_one else None
 
     def settle(self, ledger: Ledger) -> None:
@@ -277,7 +279,6 @@ class Block:
         "nbytes",
         "number",
         "offset",
-        "packs",
         "placement",
         "reduction",
         "saves",
@@ -321,7 +322,6 @@ class Block:
         self.served = 0
         self.loaded: Loaded | None = None
         self.making: Any = None  # set while it is computed ahead of need, until used
-        self.packs: weakref.ref[Block] | None = None  # if this is a payload: the packed block
 
     @property
     def is_copy(self) -> bool:

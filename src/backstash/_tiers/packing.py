@@ -343,7 +343,6 @@ class Packer:
         nbytes = inner.nbytes if inner is not None else 0
         if inner is not None and block.index < len(block.forward_pass.blocks):
             block.forward_pass.blocks[block.index] = weakref.ref(inner)
-            inner.packs = weakref.ref(block)
         self._made.has_derived = True
         self.packed_bytes += block.nbytes
         self.payload_bytes += nbytes
@@ -358,7 +357,7 @@ class Packer:
         inner.saves.expected = inner.saves.done  # it will not be saved again
         inner.forward_pass, inner.index = block.forward_pass, block.index
         cleanup = inner.cleanup
-        cleanup.module, cleanup.is_counted = block.cleanup.module, False
+        cleanup.module, cleanup.packs = block.cleanup.module, weakref.ref(block)
         cleanup.serial = block.cleanup.serial
         return inner
 

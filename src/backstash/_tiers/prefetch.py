@@ -276,7 +276,8 @@ class Prefetcher:
 
 def _derived(block: Block, turn: int) -> tuple[Block, Derivation] | None:
     """Return ``block``, or the block that it is the payload of, if this pass must still compute that."""
-    one = block.packs() if block.packs is not None else block
+    packs = block.cleanup.packs
+    one = packs() if packs is not None else block
     derivation = one.placement.derivation if one is not None else None
     if one is None or derivation is None or one.turn >= turn:
         return None
