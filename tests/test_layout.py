@@ -4,6 +4,7 @@ import ast
 import json
 import subprocess
 import sys
+from collections import Counter
 from graphlib import TopologicalSorter
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -229,3 +230,16 @@ def test_only_what_comes_from_outside_is_asked_for_its_class() -> None:
         if isinstance(name, ast.Name) and name.id in own and not name.id.endswith("Error")
     }
     assert found == set(ASKED)
+
+
+PUBLIC_TWICE = {"Handle", "StashCallback", "Stats"}  # each of two public modules has one
+
+
+def test_each_class_has_a_name_of_its_own() -> None:
+    names = Counter(
+        node.name
+        for path in MODULES.values()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    )
+    assert {name for name, count in names.items() if count > 1} == PUBLIC_TWICE

@@ -26,7 +26,7 @@ from .._device.fingerprint import fingerprint
 __all__ = ["CountedDevice"]
 
 
-class _Event:
+class _CountedEvent:
     def __init__(self, device: CountedDevice) -> None:
         self._device = device
         self.number = device.counts["event_records"]
@@ -45,11 +45,11 @@ class _Stream:
         self._device = device
         self._before: list[_Stream | None] = []
 
-    def record_event(self, event: Any = None) -> _Event:
+    def record_event(self, event: Any = None) -> _CountedEvent:
         self._device.counts["event_records"] += 1
-        return _Event(self._device)
+        return _CountedEvent(self._device)
 
-    def wait_event(self, event: _Event) -> None:
+    def wait_event(self, event: _CountedEvent) -> None:
         self._device.counts["stream_waits"] += 1
 
     def synchronize(self) -> None:
