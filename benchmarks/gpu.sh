@@ -3,15 +3,16 @@
 #
 #   benchmarks/gpu.sh OUT [SECONDS]      all of it, within SECONDS (570)
 #
-# Writes OUT/machine.txt, checks.txt, checks.json, blocks.txt, budgets.txt, budgets.json, bench.txt and bench.json;
-# the JSON files grow as it goes, so a run that is cut off leaves what it measured. Status 1 when a check failed.
+# Writes OUT/machine.txt, checks.txt, checks.json, interleaved.txt, interleaved.json, blocks.txt, budgets.txt,
+# budgets.json, bench.txt and bench.json; the JSON files grow as it goes, so a run that is cut off leaves what it
+# measured. Status 1 when a check failed.
 #
 #   PYTHON    the interpreter (python3)
 #   DEVICE    what to measure (cuda); cpu plays one, tiny, to try the script
 #   DISK      where the disk tier is (/var/tmp); not a file system in memory
 #   HOST      host memory for stashes (three quarters of what is to spare)
-#   PARTS     "checks budgets bench": which; the first takes a quarter of the time at most, the second half of
-#             what is left, the last all the rest
+#   PARTS     "checks interleaved budgets bench": which; the first takes a quarter of the time at most, the next
+#             two half of what is left, the last all the rest
 #   MODELS    those of budgets ("gpt,resnet,unet,lstm,llama,experts")
 
 set -uo pipefail
@@ -34,15 +35,25 @@ SECONDS=0
     ulimit -l
 } >"$out/machine.txt" 2>&1
 
-parts=${PARTS:-checks budgets bench}
+parts=${PARTS:-checks interleaved budgets bench}
 models=${MODELS:-gpt,resnet,unet,lstm,llama,experts}
-status=0 budgets=0 bench=0
+status=0 interleaved=0 budgets=0 bench=0
 checks_seconds=$((seconds / 4))
 [[ $parts == checks ]] && checks_seconds=$((seconds - 30))
 [[ $parts == *checks* ]] && {
     timeout -k 5 $((checks_seconds + 20)) "$python" "$root/tests/test_gpu.py" \
         --out "$out/checks.json" --seconds "$checks_seconds" 2>&1 | tee "$out/checks.txt"
     status=${PIPESTATUS[0]}
+}
+
+left=$((seconds - SECONDS - 15))
+[[ $parts == *budgets* || $parts == *bench* ]] && left=$((left / 2))
+options=(--device "$device" --seconds $((left - 30)) --disk "${DISK:-/var/tmp}")
+[[ $device == cpu ]] && options+=(--tiny --rounds 1)
+[[ $parts == *interleaved* ]] && {
+    timeout -k 5 $((left + 10)) "$python" "$root/benchmarks/interleaved.py" "${options[@]}" \
+        --out "$out/interleaved.json" 2>&1 | tee "$out/interleaved.txt"
+    interleaved=${PIPESTATUS[0]}
 }
 
 [[ $parts == *bench* && $device != cpu ]] && {
@@ -68,5 +79,6 @@ options=(--device "$device" --seconds "$left" --disk "${DISK:-/var/tmp}" --out "
     bench=${PIPESTATUS[0]}
 }
 
-echo "checks: status $status; budgets: status $budgets; benchmark: status $bench; $SECONDS s; see $out"
-exit $((status != 0 || budgets != 0 || bench != 0))
+echo "checks: status $status; interleaved: status $interleaved; budgets: status $budgets;" \
+    "benchmark: status $bench; $SECONDS s; see $out"
+exit $((status != 0 || interleaved != 0 || budgets != 0 || bench != 0))

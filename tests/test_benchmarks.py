@@ -383,6 +383,22 @@ def test_what_fits_is_timed_beside_plain_steps():
     assert int(row[1]) > 10 and float(row[2]) > 0 and float(row[3]) > 0
 
 
+def test_ways_take_turns_and_their_gradients_are_plain_ones(tmp_path: Path) -> None:
+    out = tmp_path / "turns.json"
+    command = [sys.executable, "benchmarks/interleaved.py", "--tiny", "--models", "resnet152"]
+    command += ["--rounds", "1", "--disk", str(tmp_path), "--out", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(out.read_text())["models"]["resnet152"]
+    assert [each for each in found if each.startswith("budget")] == [
+        *(f"budget, checkpoint {number} of 4" for number in (1, 2, 3, 4)),
+        "budget that fits",
+    ]
+    for name, each in found.items():
+        assert each["equal"] and len(each["seconds"]) == len(each["host_seconds"]) == 2, name
+        assert "busy_seconds" in each["profile"], name
+
+
 @takes_long
 def test_cells_of_budgets_are_predicted_and_measured(tmp_path: Path) -> None:
     out = tmp_path / "cells.json"

@@ -112,14 +112,20 @@ def test_the_script_runs_checks_then_the_benchmark_and_tells_of_both(tmp_path: P
     assert done.returncode == 1, "a check failed"
     said = calls.read_text().splitlines()
     assert "test_gpu.py --out" in said[1] and said[1].endswith("--seconds 25")
-    assert said[2].endswith("blocks_under_way.py")
-    cells = said[3].split()
+    turns = said[2].split()
+    assert turns[0].endswith("benchmarks/interleaved.py") and turns[1:3] == ["--device", "cuda"]
+    assert 5 <= int(turns[turns.index("--seconds") + 1]) <= 15, "half of the time, less a margin"
+    assert said[3].endswith("blocks_under_way.py")
+    cells = said[4].split()
     assert cells[0].endswith("benchmarks/budget_cells.py") and cells[1:3] == ["--device", "cuda"]
     assert 5 <= int(cells[cells.index("--seconds") + 1]) <= 15, "half of the time, less a margin"
-    assert said[4].startswith("-m backstash bench --device cuda --seconds ")
-    assert said[4].endswith("--host 1GiB")
-    assert 75 <= int(said[4].split()[6]) <= 85, "all end within the time"
+    assert said[5].startswith("-m backstash bench --device cuda --seconds ")
+    assert said[5].endswith("--host 1GiB")
+    assert 75 <= int(said[5].split()[6]) <= 85, "all end within the time"
     assert (out / "blocks.txt").read_text() == "waiting\n"
     assert (out / "bench.txt").read_text() == "measured\n"
     assert (out / "checks.txt").read_text() == "checked\n"
-    assert "checks: status 1; budgets: status 0; benchmark: status 0" in done.stdout
+    assert (
+        "checks: status 1; interleaved: status 0; budgets: status 0; benchmark: status 0"
+        in done.stdout
+    )
