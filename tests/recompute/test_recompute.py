@@ -1604,3 +1604,17 @@ def test_samples_pass_through_every_element(of):
     first, _ = regions._window(tensor, at)
     base.view(-1)[first // 4] += 1
     assert regions.Region.sample(region, tensor, at) != (at, before)
+
+
+@pytest.mark.parametrize(
+    "codec", [backstash.codecs.BFloat16(), lambda saved: backstash.codecs.Int8()]
+)
+def test_a_replay_reads_no_rounded_operand(codec):
+    net, x = net_of("transformer", count=2)
+    want = train(copy.deepcopy(net), x)
+    stash = Stash(min_bytes=0, codec=codec, keep="1GiB", verify="always")
+    with stash.recompute(*net):
+        found = train(net, x, stash)
+    assert stash.stats().recomputed_bytes > 0 and stash.stats().packed_bytes > 0
+    assert are_same(found[:1], want[:1])
+    stash.close()

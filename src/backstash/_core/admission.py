@@ -201,8 +201,14 @@ class Admission:
             self._session.hook_took("pack hook", began)
 
     def hook_packing(self, thread_state: ThreadState) -> Callable[[Tensor], object]:
-        """Like :meth:`hook`, but pack tensors by :data:`EXACT`, unless there is a policy or a codec."""
-        return lambda tensor: self._pack_large(tensor, thread_state, packs=True)
+        """Like :meth:`hook_exact`, but pack tensors by :data:`EXACT`, unless there is a policy."""
+        return lambda tensor: self._pack_large(tensor, thread_state, packs=True, exact=True)
+
+    def hook_exact(self, thread_state: ThreadState) -> Callable[[Tensor], object]:
+        """Like :meth:`hook`, but use no lossy codec: a replay reads these tensors."""
+        if self._policy is None and self._codec is None:
+            return self.hook(thread_state)
+        return lambda tensor: self._pack_large(tensor, thread_state, exact=True)
 
     def _pack_large(
         self,
@@ -211,13 +217,14 @@ class Admission:
         storage: torch.UntypedStorage | None = None,
         *,
         packs: bool = False,
+        exact: bool = False,
     ) -> object:
         recorder = self.recorder
         tape = recorder.saves(thread_state) if recorder is not None else None
         if tape is None:
-            return self._pack_untaped(tensor, thread_state, storage, packs=packs)
+            return self._pack_untaped(tensor, thread_state, storage, packs=packs, exact=exact)
         with tape.aside():
-            packed = self._pack_untaped(tensor, thread_state, storage, packs=packs)
+            packed = self._pack_untaped(tensor, thread_state, storage, packs=packs, exact=exact)
             tape.note_packed(tensor, packed)
             return packed
 
@@ -228,6 +235,7 @@ class Admission:
         storage: torch.UntypedStorage | None = None,
         *,
         packs: bool = False,
+        exact: bool = False,
     ) -> object:
         thread_state.saves += 1
         if self.closed:
@@ -263,6 +271,8 @@ class Admission:
             storage = tensor.untyped_storage()
         modules = running_modules()
         reason, choice = self._choose(tensor, storage, modules, thread_state, tiers)
+        if exact and choice.codec is not None and not choice.codec.exact:
+            choice = _Choice(choice.tier)
         if packs and not reason and choice is _DEFAULT and self._policy is None:
             choice = _Choice(codec=EXACT)
         if not reason and choice.codec is None and choice.replay is None:

@@ -137,8 +137,9 @@ class Call:
         self.frame = frame
         self._modules: list[nn.Module] = modules
         self._pack = region.admission.hook(thread_state)
+        self._pack_exact = region.admission.hook_exact(thread_state)
         self._pack_smaller = (
-            region.admission.hook_packing(thread_state) if planned is None else self._pack
+            region.admission.hook_packing(thread_state) if planned is None else self._pack_exact
         )
         self._task = task_or_none()
         self._count = 0
@@ -242,7 +243,7 @@ class Call:
         """Hold a tensor of a forward that is only recorded."""
         tape = self.tape
         assert tape is not None
-        reason = tape.want(held.state, self._hold, self._relies_on)
+        reason = tape.want(held.state, self._hold_operand, self._relies_on)
         if reason:
             return self._refuse(tensor, reason)
         packed = planned.pack(number, tensor, self._pack)
@@ -265,18 +266,23 @@ class Call:
     def _refuse(self, tensor: Tensor, reason: str) -> object:
         if reason != UNSEEN:  # which is usually an input of the module
             self.region.count(reason, tensor.nbytes)
-        return self._hold(tensor, reason.endswith(RANDOM))
-
-    def _hold(self, tensor: Tensor, is_random: bool) -> object:
-        # Not on the simulated accelerator: there the tensor was overwritten before its copy had ended.
-        packs = is_random and tensor.device.type == "cpu"
+        packs = self._may_pack(tensor, is_random=reason.endswith(RANDOM))
         return self._pack_smaller(tensor) if packs else self._pack(tensor)
+
+    def _hold_operand(self, tensor: Tensor, is_random: bool) -> object:
+        packs = self._may_pack(tensor, is_random=is_random)
+        return self._pack_smaller(tensor) if packs else self._pack_exact(tensor)
+
+    def _may_pack(self, tensor: Tensor, *, is_random: bool) -> bool:
+        # Not on the simulated accelerator: there the tensor was overwritten before its copy had ended.
+        return is_random and tensor.device.type == "cpu"
 
     def _discard(self, held: Held, tensor: Tensor, tape: Tape) -> str:
         """Discard the tensor, or hold it until it has been compared. Return why it cannot be discarded, or
         ``""``."""
         region, state = self.region, held.state
-        reason = region.refused.get(state.key, "") or tape.want(state, self._hold, self._relies_on)
+        reason = region.refused.get(state.key, "")
+        reason = reason or tape.want(state, self._hold_operand, self._relies_on)
         if reason:
             return reason
         if state.key in region.known:
