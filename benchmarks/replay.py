@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from backstash import Stash
 from backstash.cli._machine import machine
 from bench._markdown import markdown
+from budget_cells import Attention
 
 HEAD = ("model", "plain, ms", "checkpoint, ms", "recompute, ms", "recompute / checkpoint")
 ROUNDS = 9
@@ -61,6 +62,13 @@ class Residual(nn.Module):
         return F.relu_(self.norms[1](self.convs[1](y)).add_(x))
 
 
+def level(width: int) -> nn.Module:
+    """Return a block of a U-Net."""
+    convolutions = [nn.Conv2d(width, width, 3, padding=1) for _ in range(2)]
+    layers = [(each, nn.GroupNorm(4, width), nn.SiLU()) for each in convolutions]
+    return nn.Sequential(*(layer for some in layers for layer in some))
+
+
 class Unrolled(nn.Module):
     """An LSTM cell, called for each step of a sequence."""
 
@@ -83,8 +91,18 @@ def models(tiny: bool) -> dict[str, tuple[Callable[[], nn.Module], int, Tensor]]
     return {
         "GPT, dropout": (lambda: Transformer(width, 0.1), 6, torch.randn(scale, 32 * scale, width)),
         "GPT": (lambda: Transformer(width, 0.0), 6, torch.randn(scale, 32 * scale, width)),
+        "Llama": (
+            lambda: Attention(width, 4, gated=True),
+            6,
+            torch.randn(scale, 32 * scale, width),
+        ),
         "ResNet": (
             lambda: Residual(4 * scale),
+            6,
+            torch.randn(scale, 4 * scale, 6 * scale, 6 * scale),
+        ),
+        "U-Net": (
+            lambda: level(4 * scale),
             6,
             torch.randn(scale, 4 * scale, 6 * scale, 6 * scale),
         ),

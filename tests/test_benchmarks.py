@@ -335,7 +335,9 @@ def test_replays_are_timed_beside_checkpoints_and_the_gradients_equal():
     assert [line.split("|")[1].strip() for line in run.stdout.splitlines() if "|" in line][2:] == [
         "GPT, dropout",
         "GPT",
+        "Llama",
         "ResNet",
+        "U-Net",
         "LSTM cell",
     ]
 
