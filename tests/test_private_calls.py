@@ -152,6 +152,10 @@ USED = {
         "torch.nn.Module._wrapped_call_impl.__code__",
     },
     "node_saves.py": {"_raw_saved_", "_saved_"},
+    "precision.py": {
+        "torch._C._get_fp32_precision_getter",
+        "torch._C._set_fp32_precision_setter",
+    },
     "profiling.py": {"_is_profiler_enabled"},
     "pushed_pairs.py": {
         "torch._C._autograd",

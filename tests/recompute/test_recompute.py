@@ -26,8 +26,9 @@ from torch.utils.checkpoint import checkpoint
 import backstash
 import backstash._recompute.region as regions
 import backstash._recompute.replay as replays
+import backstash._recompute.tape as tapes
 from backstash import Action, Stash, graph
-from backstash._recompute import declared
+from backstash._recompute import declared, settings
 from backstash._saved.held import Held
 from backstash._torch import schemas
 from backstash._torch.dispatch import dispatch_modes
@@ -1618,3 +1619,79 @@ def test_a_replay_reads_no_rounded_operand(codec):
     assert stash.stats().recomputed_bytes > 0 and stash.stats().packed_bytes > 0
     assert are_same(found[:1], want[:1])
     stash.close()
+
+
+@pytest.mark.parametrize("declared_pure", [False, True])
+def test_an_operator_of_the_program_s_sees_lazy_bits(declared_pure):
+    """Its kernel conjugates an intermediate result, which a dispatch mode would hide from it."""
+
+    @torch.library.custom_op(f"backstash_tests::conjugates_{declared_pure}", mutates_args=())
+    def conjugates(x: torch.Tensor) -> torch.Tensor:
+        return (torch.complex(x, x + 1).conj() * 2).imag.clone()
+
+    conjugates.register_autograd(lambda ctx, grad: -2 * grad)
+
+    class Net(nn.Linear):
+        def forward(self, x):
+            return super().forward(conjugates(x.sin()) * x).tanh()
+
+    if declared_pure:
+        backstash.recomputable(conjugates)
+    net, x = Net(64, 64), torch.linspace(0.1, 1, 4096).view(64, 64)
+    want = train(copy.deepcopy(net), x)
+    stash = Stash(min_bytes=0)
+    with stash.recompute(net):
+        assert are_same(train(net, x, stash), want)
+
+
+def test_a_transform_of_torch_func_over_a_recomputed_module_works():
+    net, x = nn.Sequential(nn.Linear(80, 80), nn.Tanh()), torch.randn(64, 80)
+    want = torch.func.jvp(net, (x,), (x,))
+    with Stash(min_bytes=0).recompute(net):
+        for _ in range(3):
+            assert all(map(torch.equal, torch.func.jvp(net, (x,), (x,)), want))
+            net(x).sum().backward()
+
+
+def test_the_precision_of_a_backend_is_that_of_the_forward():
+    matmul = torch.backends.mkldnn.matmul
+    net, x = nn.Sequential(nn.Linear(80, 80), nn.Tanh()), torch.randn(64, 80)
+    stash = Stash(min_bytes=0, verify="always")
+    try:
+        with stash.recompute(net):
+            for _ in range(3):
+                matmul.fp32_precision = "bf16"
+                loss = net(x).sum()
+                matmul.fp32_precision = "ieee"
+                loss.backward()
+                assert matmul.fp32_precision == "ieee"
+    finally:
+        matmul.fp32_precision = "none"
+    assert stash.stats().recomputed_bytes > 0
+    assert settings.now()[2] == ("none",) * 3
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_denormal_numbers_are_those_of_the_forward(before):
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor cannot flush denormal numbers")
+    torch.set_flush_denormal(False)
+    net, x = nn.Sequential(nn.Tanh(), nn.Sigmoid()), torch.full((64, 80), 1e-41)
+    stash = Stash(min_bytes=0, verify="always")
+    try:
+        with stash.recompute(net):
+            for _ in range(3):
+                torch.set_flush_denormal(before)
+                loss = net(x.clone().requires_grad_()).sum()
+                torch.set_flush_denormal(not before)
+                loss.backward()
+                assert (sys.float_info.min / float("2") == 0) is not before
+    finally:
+        torch.set_flush_denormal(False)
+    assert stash.stats().recomputed_bytes > 0
+
+
+def test_one_dimension_from_the_end_is_not_two_from_the_end():
+    """Else an operation along one would count as compared along the other: Python's hashes are equal."""
+    assert hash(-1) == hash(-2)
+    assert hash(tapes._signature([-1])) != hash(tapes._signature([-2]))

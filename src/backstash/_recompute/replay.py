@@ -168,6 +168,7 @@ class Values:
                 tensor = results[each.result]
             else:
                 tensor = argument_of(args, kwargs, each.argument)
+            tensor.untyped_storage()  # raises if a transform of torch.func is active, whose results have none
             self.tensors[each.number] = tensor
             for place in self._places.get(each.number, ()):
                 self.found[each.number, place] = _at(tensor, place)

@@ -6,6 +6,7 @@ vectorized code computes, and in which order they are added.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -13,9 +14,15 @@ from typing import Any
 
 import torch
 
+from .._torch.precision import fp32_precision, set_fp32_precision
+
 __all__ = ["Settings", "now", "put"]
 
 Settings = tuple[Any, ...]
+
+_ON_CPU = tuple(("mkldnn", each) for each in ("matmul", "conv", "rnn"))
+_ON_CUDA = tuple(("cuda", each) for each in ("matmul", "conv", "rnn"))
+_smallest = sys.float_info.min
 
 _lock = (
     threading.RLock()
@@ -32,12 +39,21 @@ def _cudnn(setting: tuple[bool, ...]) -> None:
     cudnn.enabled, cudnn.benchmark, cudnn.deterministic = setting
 
 
+def _set_precisions(values: tuple[str, ...]) -> None:
+    for (backend, operation), value in zip((*_ON_CPU, *_ON_CUDA), values, strict=False):
+        if fp32_precision(backend, operation) != value:
+            set_fp32_precision(backend, operation, value)
+
+
 def now(*, on_accelerator: bool = False) -> Settings:
     """Return the current settings; for an operation on the CPU, only those that it depends on."""
     found = (
         torch.get_num_threads(),
         torch.get_default_dtype(),
-        torch.get_float32_matmul_precision(),
+        tuple(
+            [fp32_precision(*each) for each in (_ON_CPU + _ON_CUDA if on_accelerator else _ON_CPU)]
+        ),
+        _smallest / 2 == 0.0,  # whether this thread replaces denormal numbers by zero
         torch.backends.mkldnn.enabled,
         (
             torch.are_deterministic_algorithms_enabled(),
@@ -67,10 +83,12 @@ def _bf16_sums(allowed: Any) -> None:
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = allowed
 
 
+_OF_CPU = 6  # settings of an operation on the CPU
 _SET: tuple[Any, ...] = (
     torch.set_num_threads,
     torch.set_default_dtype,
-    torch.set_float32_matmul_precision,
+    _set_precisions,
+    torch.set_flush_denormal,
     _mkldnn,
     _deterministic,
     _cudnn,
@@ -83,12 +101,12 @@ _SET: tuple[Any, ...] = (
 def put(settings: Settings) -> Iterator[None]:
     """Apply ``settings`` inside the context and restore the previous ones after it. One thread at a time."""
     global _is_changed
-    before = now(on_accelerator=len(settings) > 5)
+    before = now(on_accelerator=len(settings) > _OF_CPU)
     if before == settings and not _is_changed:
         yield
         return
     with _lock, ExitStack() as stack:
-        before, was_changed = now(on_accelerator=len(settings) > 5), _is_changed
+        before, was_changed = now(on_accelerator=len(settings) > _OF_CPU), _is_changed
         _is_changed = True
         stack.callback(_restore, was_changed)
         for change, wanted, found in zip(_SET, settings, before, strict=False):

@@ -907,6 +907,8 @@ def _signature(values: Any) -> tuple[Any, ...]:
             each = _signature(each)
         elif kind is float or kind is complex:
             each = kind
+        elif kind is int and each == -1:
+            each = "-1"  # hash(-1) is hash(-2)
         found.append(each)
     return tuple(found)
 

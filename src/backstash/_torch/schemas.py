@@ -152,9 +152,10 @@ class Operation:
         """The arguments that must be 0 so that it draws no random numbers."""
         self.sums_in_any_order = base in _SUMS_IN_ANY_ORDER
         self.is_random = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
-        is_known = getattr(func, "namespace", "") == "aten" or func in _pure
+        is_pytorch_s = getattr(func, "namespace", "") == "aten"
+        is_known = is_pytorch_s or func in _pure
         is_composite = schema is not None and is_known and _is_composite(func)
-        self.makes_bits = is_composite or base.startswith(_MAKES_BITS)
+        self.makes_bits = not is_pytorch_s or is_composite or base.startswith(_MAKES_BITS)
         """Whether its kernel needs :func:`~.dispatch.with_lazy_bits` even for real numbers."""
         if schema is None or not is_known:
             self.reason = _FOREIGN.format(self.name)

@@ -158,12 +158,12 @@ class Effects(SilentMode):
         if operation.writes or operation.train_at >= 0:
             for tensor in operation.written(args, kwargs):
                 self._note(tensor)
-        if not operation.is_product and not has_complex(args):
-            result = func(*args, **kwargs)
-        else:
+        if operation.makes_bits or has_complex(args):
             with with_lazy_bits():
                 result = func(*args, **kwargs)
                 result = self._bits.saw(func, args, kwargs, result, depth=2)
+        else:
+            result = func(*args, **kwargs)
         if not operation.is_view:
             self._made(result, args, kwargs)
         return result
