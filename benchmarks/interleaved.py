@@ -22,6 +22,7 @@ import functools
 import gc
 import json
 import random
+import re
 import statistics
 import tempfile
 import time
@@ -389,8 +390,9 @@ def measure(
     ground = ground_of(options.device)
     work = Work(name, ground, tiny=options.tiny)
     found: dict[str, dict[str, Any]] = {}
-    ways = first_ways(len(work.blocks))
-    plain, kept = ways[0], []
+    plain, *others = first_ways(len(work.blocks))
+    ways = [plain, *(each for each in others if re.search(options.ways, each.name))]
+    kept = []
     with tempfile.TemporaryDirectory(dir=options.disk) as disk:
         for listed in (lambda: ways, lambda: budgets(found, disk)):
             for way in listed():
@@ -428,6 +430,9 @@ def main() -> int:
     )
     parser.add_argument(
         "--rounds", type=int, default=0, help="at most; 0: as many as there is time for"
+    )
+    parser.add_argument(
+        "--ways", default="", metavar="REGEX", help="of those without a budget, these"
     )
     parser.add_argument("--disk", help="directory for a CPU's tensors")
     parser.add_argument("--tiny", action="store_true", help="small models, for tests")

@@ -388,12 +388,17 @@ def test_what_fits_is_timed_beside_plain_steps():
 def test_ways_take_turns_and_their_gradients_are_plain_ones(tmp_path: Path) -> None:
     out = tmp_path / "turns.json"
     command = [sys.executable, "benchmarks/interleaved.py", "--tiny", "--models", "resnet152"]
-    command += ["--rounds", "1", "--disk", str(tmp_path), "--out", str(out)]
+    command += ["--rounds", "1", "--ways", "selective|checkpoint 2|recompute 4"]
+    command += ["--disk", str(tmp_path), "--out", str(out)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = json.loads(out.read_text())["models"]["resnet152"]
-    assert [each for each in found if each.startswith("budget")] == [
-        *(f"budget, checkpoint {number} of 4" for number in (1, 2, 3, 4)),
+    assert [*found] == [
+        "plain",
+        "checkpoint 2 of 4",
+        "selective checkpoint",
+        "recompute 4 of 4",
+        "budget, checkpoint 2 of 4",
         "budget that fits",
     ]
     for name, each in found.items():
