@@ -160,7 +160,8 @@ def test_the_first_step_moves_what_does_not_fit(memory, tmp_path, grows):
         else:
             assert 0 < moved < 2 * SAVED
             break
-    assert memory.peaks[0] <= budget
+    # What backward makes cannot wait until the block in flight is written.
+    assert memory.peaks[0] <= budget + MIB * (grows == "in backward")
     stash.close()
 
 
