@@ -35,11 +35,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from backstash import Stash
 from bench._markdown import markdown
+from bench._workloads import Bottleneck
 from budget_cells import TINY, Chain, Ground, ground_of, model
 
 MODELS = ("gpt", "llama", "resnet152")
@@ -64,34 +64,6 @@ _KEPT = (
     "_scaled_dot_product_flash_attention_for_cpu",
     "convolution",
 )
-
-
-class Bottleneck(nn.Module):
-    """A block of a ResNet with 50 layers or more."""
-
-    def __init__(self, inside: int, width: int, stride: int) -> None:
-        super().__init__()
-        outside = 4 * width
-        self.body = nn.Sequential(
-            nn.Conv2d(inside, width, 1, bias=False),
-            nn.BatchNorm2d(width),
-            nn.ReLU(inplace=True),
-            nn.Conv2d(width, width, 3, stride, 1, bias=False),
-            nn.BatchNorm2d(width),
-            nn.ReLU(inplace=True),
-            nn.Conv2d(width, outside, 1, bias=False),
-            nn.BatchNorm2d(outside),
-        )
-        self.short = (
-            nn.Sequential(
-                nn.Conv2d(inside, outside, 1, stride, bias=False), nn.BatchNorm2d(outside)
-            )
-            if stride > 1 or inside != outside
-            else nn.Identity()
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return functional.relu(self.body(x) + self.short(x))
 
 
 def resnet152(*, tiny: bool) -> tuple[nn.Module, Callable[[], Tensor]]:

@@ -217,12 +217,11 @@ class Outside:
 class Made:
     """An operand that a replay computes."""
 
-    __slots__ = ("device", "kind", "number", "place", "state")
+    __slots__ = ("kind", "number", "place", "state")
 
     def __init__(self, state: State, place: Place) -> None:
         self.state = state
         self.number = state.number
-        self.device = state.device
         self.place = place
         self.kind = state.key, place
         """Its part in the keys of states computed from it."""

@@ -6,8 +6,8 @@ So the first step is held in blocks that can still be evicted, and so is a step 
 one. A step that follows a small step keeps only its first few blocks, which mark its position; the rest is
 saved as without a stash.
 
-Of small blocks a step may save twice as much. The C library takes them from its heap, where the gaps that they
-leave are rarely reused, and moving one takes as long as moving 100 KiB more.
+Of small blocks a step may save twice as much: glibc takes them from its heap, and hardly reuses the gaps that
+they leave. That was measured of one program (time_sequence in ``benchmarks/results/soak/gallery.txt``).
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ __all__ = ["SMALL_STEP_BYTES", "SmallSteps"]
 SMALL_STEP_BYTES = 96 << 20
 """The limit that ``backstash run`` uses for small steps: below it, moving took more memory than it freed in
 most programs of ``scripts/gallery``."""
-_SMALL_BLOCK = (
-    128 << 10
-)  # glibc maps larger blocks separately, or soon does (mallopt's M_MMAP_THRESHOLD)
+_SMALL_BLOCK = 128 << 10  # what glibc maps separately at first: M_MMAP_THRESHOLD
 _ANCHORS = 3  # blocks at the beginning of a step, before the rest is kept without blocks
 
 
