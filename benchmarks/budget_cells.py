@@ -321,6 +321,10 @@ class Accelerator(Ground):
             simulated.begin(0.01, 0)
             if link:
                 simulated.rates(10e9, float(link), float(link))
+        if name == "timed":
+            import timed
+
+            timed.register()
         self.size = SMALL if name == "simulated" else LARGE
         self.device = torch.device(name, 0)
         # A kernel that has no deterministic form would make losses differ that are not wrong.
