@@ -137,6 +137,8 @@ class Planned:
             # A forward that contains a backward spans two steps, so its time is unknown.
             self._is_whole = self._planner.note_forward("leave", self.forward, self._number)
             self.forward.can_run_again = in_order and self._is_whole
+            with self._session.section.lock, self._session.section:
+                self._regions.note_bytes(self.forward)
             self._tell_seconds(self.forward)
 
     def stays_at(self, number: int) -> bool:

@@ -155,6 +155,10 @@ class Regions:
         """The numbers of the saves in each forward that something outside saves again."""
         return dict(self._stays)
 
+    def note_bytes(self, forward: Forward) -> None:
+        """Record how much an ended forward saved."""
+        self._bytes[forward.name] = max(self.bytes_of(forward.name), forward.nbytes)
+
     def bytes_of(self, name: str) -> int:
         """Return the most bytes that a recorded forward of this name saved."""
         return self._bytes.get(name, 0)
@@ -202,7 +206,6 @@ class Regions:
             }
             key = each.name, each.index
             self._stays[key] = self._stays.get(key, frozenset()) | shared
-            self._bytes[each.name] = max(self.bytes_of(each.name), each.nbytes)
         return taken
 
     def follow(self, choices: Mapping[str, Sequence[bool]], stays: Stays) -> None:

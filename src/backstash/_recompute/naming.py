@@ -79,9 +79,9 @@ class Naming:
 
 
 def largest_modules(root: nn.Module, saved: Mapping[str, int], total: int) -> list[nn.Module]:
-    """Return the largest modules in ``root`` that save at most an eighth of ``total`` each.
+    """Return the largest modules, ``root`` included, that save at most an eighth of ``total`` each.
 
-    A module that saves up to half is returned, too, if its own forward, and not its submodules, saves much of
+    The root of a step may be one of many: a program may call its blocks itself. A module that saves up to half is returned, too, if its own forward, and not its submodules, saves much of
     it.
 
     Args:
@@ -91,8 +91,8 @@ def largest_modules(root: nn.Module, saved: Mapping[str, int], total: int) -> li
     """
     within: Counter[str] = Counter()
     for path, nbytes in saved.items():
-        names = path.split(".")
-        for end in range(1, len(names) + 1):
+        names = path.split(".") if path else []
+        for end in range(len(names) + 1):
             within[".".join(names[:end])] += nbytes
     return _pick(root, "", within, total)[0]
 
@@ -102,8 +102,8 @@ def _pick(
 ) -> tuple[list[nn.Module], int]:
     nbytes = within.get(path, 0)
     children = [*module.named_children()]
-    is_one = bool(path and children) and _is_called(module)
-    if path and not nbytes:
+    is_one = bool(children) and _is_called(module)
+    if not nbytes:
         return [], 0
     if is_one and nbytes * _PART <= total:
         return [module], nbytes
