@@ -1,16 +1,11 @@
 #!/usr/bin/env python
-"""Compare the layouts of ``backstash.report.draw`` with Graphviz's on graphs of models.
+"""Measure the pictures that Graphviz makes of ``backstash.report.draw``'s graphs of models.
 
     python benchmarks/draw_layouts.py [--out DIR] [NAME ...]
 
-Prints one row for each graph and layout. Needs Graphviz's command ``dot``. Rows:
-
-- "own": the layout of the package.
-- "dot, our boxes": Graphviz places boxes of the same sizes in the same frames.
-- "dot alone": Graphviz renders ``Drawing.to_dot()``, in which each saved tensor is a box.
-
-"crossings" counts the points where two edges cross, "length" adds up all edges, "over" counts edges that run
-over a box at neither of their ends. ``--out`` writes the pictures ("own" and "dot alone").
+Prints one row for each graph. Needs Graphviz's command ``dot``. "crossings" counts the points where two edges
+cross, "over" the edges that run over a box, "length" adds up all edges. ``--out`` writes the pictures.
+``results/draw_layouts.txt`` also has the package's former layout.
 """
 
 from __future__ import annotations
@@ -32,13 +27,20 @@ from torch.nn import functional as F
 
 from backstash.graph import label_modules
 from backstash.report import Drawing, draw
-from backstash.report._draw._layout import Rectangle
-from backstash.report._draw._svg import placed
 from bench._markdown import markdown
 from bench._workloads import BlockStack, ResNet, UNet
 
 Curve = list[tuple[float, float]]
-HEAD = ("graph", "boxes", "layout", "width x height", "crossings", "over", "length", "ms")
+HEAD = ("graph", "boxes", "width x height", "crossings", "over", "length", "ms")
+
+
+class Box(NamedTuple):
+    """A rectangle in points, from the top left."""
+
+    x: float
+    y: float
+    width: float
+    height: float
 
 
 class Picture(NamedTuple):
@@ -46,7 +48,7 @@ class Picture(NamedTuple):
 
     width: float
     height: float
-    boxes: list[Rectangle]
+    boxes: list[Box]
     curves: list[Curve]
     ms: float
 
@@ -150,23 +152,6 @@ GRAPHS: dict[str, Callable[[], Drawing]] = {
 }
 
 
-def own(drawing: Drawing) -> Picture:
-    """The layout of the package."""
-    started = time.perf_counter()
-    _, found = placed(drawing)
-    ms = (time.perf_counter() - started) * 1e3
-    curves = [list(vertical(wire.points)) for wire in found.wires]
-    return Picture(found.width, found.height, found.boxes, curves, ms)
-
-
-def vertical(points: Sequence[tuple[float, float]]) -> Iterator[tuple[float, float]]:
-    """Points along a wire: curves that begin and end vertically."""
-    yield points[0]
-    for (x, y), (to_x, to_y) in pairwise(points):
-        middle = (y + to_y) / 2
-        yield from bezier([(x, y), (x, middle), (to_x, middle), (to_x, to_y)])
-
-
 def bezier(points: Sequence[tuple[float, float]], steps: int = 12) -> Iterator[tuple[float, float]]:
     """Points along a cubic curve after its first point."""
     (ax, ay), (bx, by), (cx, cy), (dx, dy) = points
@@ -176,51 +161,39 @@ def bezier(points: Sequence[tuple[float, float]], steps: int = 12) -> Iterator[t
         yield a * ax + b * bx + c * cx + d * dx, a * ay + b * by + c * cy + d * dy
 
 
-def with_our_boxes(drawing: Drawing) -> str:
-    """Return the drawing in DOT, with boxes of our sizes and without texts, except for titles of frames."""
-    texts, _ = placed(drawing)
-    nodes = [f"n{i} [width={t.width / 72}, height={t.height / 72}]" for i, t in enumerate(texts)]
-    lines = ['digraph { node [shape=box, fixedsize=true, label=""]; edge [arrowsize=0.6];', *nodes]
-    inside: dict[int | None, list[int]] = {}
-    for number, group in enumerate(drawing.groups):
-        inside.setdefault(group.parent, []).append(number)
-
-    def frame(number: int) -> str:
-        group = drawing.groups[number]
-        parts = [f"n{node};" for node in group.nodes] + [frame(n) for n in inside.get(number, [])]
-        label = json.dumps(group.title)
-        return f"subgraph cluster_{number} {{ label={label}; fontsize=11; {' '.join(parts)} }}"
-
-    lines += [frame(number) for number in inside.get(None, [])]
-    lines += [f"n{edge.source} -> n{edge.target};" for edge in drawing.edges]
-    return "\n".join([*lines, "}"])
-
-
-def by_dot(source: str) -> Picture:
-    """The layout of Graphviz."""
+def measured(drawing: Drawing) -> Picture:
+    """Return where Graphviz places a drawing, without the caption."""
     started = time.perf_counter()
     done = subprocess.run(
-        ["dot", "-Tjson"], input=source, capture_output=True, text=True, check=True
+        ["dot", "-Tjson"], input=drawing.to_dot().encode(), capture_output=True, check=True
     )
     ms = (time.perf_counter() - started) * 1e3
     found = json.loads(done.stdout)
-    width, height = map(float, found["bb"].split(",")[2:])
-    boxes = []
+    boxes, frames = [], []
     for each in found["objects"]:
-        if "pos" in each:
+        if each["name"].startswith("cluster"):
+            left, low, right, high = map(float, each["bb"].split(","))
+            frames.append(Box(left, -high, right - left, high - low))
+        elif "pos" in each:
             x, y = map(float, each["pos"].split(","))
-            wide, high = float(each["width"]) * 72, float(each["height"]) * 72
-            boxes.append(Rectangle(x - wide / 2, height - y - high / 2, wide, high))
-    return Picture(width, height, boxes, [spline(e["pos"], height) for e in found["edges"]], ms)
+            width, height = float(each["width"]) * 72, float(each["height"]) * 72
+            boxes.append(Box(x - width / 2, -y - height / 2, width, height))
+    curves = [spline(edge["pos"]) for edge in found["edges"]]
+    xs = [x for curve in curves for x, _ in curve]
+    ys = [y for curve in curves for _, y in curve]
+    for box in (*boxes, *frames):
+        xs += [box.x, box.x + box.width]
+        ys += [box.y, box.y + box.height]
+    return Picture(max(xs) - min(xs), max(ys) - min(ys), boxes, curves, ms)
 
 
-def spline(pos: str, height: float) -> Curve:
+def spline(pos: str) -> Curve:
     """Points along an edge of Graphviz, and its arrowhead's end."""
     tip: Curve = []
     points: Curve = []
     for part in pos.split():
         x, y = (float(each) for each in part.removeprefix("e,").split(","))
-        (tip if part.startswith("e,") else points).append((x, height - y))
+        (tip if part.startswith("e,") else points).append((x, -y))
     curve = points[:1]
     for start in range(0, len(points) - 1, 3):
         curve += bezier(points[start : start + 4])
@@ -268,13 +241,12 @@ def over_boxes(picture: Picture) -> int:
     )
 
 
-def row(name: str, boxes: int, how: str, picture: Picture) -> tuple[str, ...]:
+def row(name: str, picture: Picture) -> tuple[str, ...]:
     """Return one line of the table."""
     length = sum(dist(*pair) for curve in picture.curves for pair in pairwise(curve))
     return (
         name,
-        str(boxes),
-        how,
+        str(len(picture.boxes)),
         f"{picture.width:,.0f} x {picture.height:,.0f}",
         str(crossings(picture.curves)),
         str(over_boxes(picture)),
@@ -293,14 +265,9 @@ def main() -> int:
     for name in options.names or GRAPHS:
         torch.manual_seed(0)
         drawing = GRAPHS[name]()
-        boxes = len(drawing.nodes)
-        lines.append(row(name, boxes, "own", own(drawing)))
-        lines.append(row("", boxes, "dot, our boxes", by_dot(with_our_boxes(drawing))))
-        rows = sum(len(node.tensors) for node in drawing.nodes)
-        lines.append(row("", boxes + rows, "dot alone", by_dot(drawing.to_dot())))
+        lines.append(row(name, measured(drawing)))
         if options.out:
-            drawing.save(options.out / f"{name.replace(' ', '-')}-own.svg")
-            drawing.save(options.out / f"{name.replace(' ', '-')}.dot")
+            drawing.save(options.out / f"{name.replace(' ', '-')}.svg")
     print(markdown(HEAD, lines))
     return 0
 

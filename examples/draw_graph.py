@@ -1,12 +1,13 @@
 """Draw the autograd graph of a GPT whose saved tensors are partly on disk, and of a product.
 
-Nothing is read back from disk to draw it, and no program such as ``dot`` is needed. The pictures
-in docs/how-to/see-what-is-saved.md are made by this:
+Nothing is read back from disk to draw it. The text and the .dot need no other program; the pictures
+(those in docs/how-to/see-what-is-saved.md) need Graphviz's command ``dot``:
 
     python examples/draw_graph.py [--tiny] [--disk DIR] [--out DIR]
 """
 
 import argparse
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -61,9 +62,10 @@ def main() -> None:
     for place in drawing.places:
         print(f"{place.where}: {place.count} saved tensors, {place.nbytes:,} bytes")
     print(f"{read_bytes:,} bytes were read back to draw it")
-    for ending in ("svg", "html", "dot"):
+    for ending in ("txt", "dot", "svg", "html") if shutil.which("dot") else ("txt", "dot"):
         print("wrote", drawing.save(options.out / f"graph-gpt.{ending}"))
-    print("wrote", draw_product().save(options.out / "graph-product.svg"))
+    if shutil.which("dot"):
+        print("wrote", draw_product().save(options.out / "graph-product.svg"))
 
 
 if __name__ == "__main__":

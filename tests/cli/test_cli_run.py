@@ -4,6 +4,7 @@ import base64
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -411,9 +412,11 @@ def test_report_is_a_page_of_the_run(tmp_path: Path) -> None:
     assert parts["went down"] == found["stats"]["written_bytes"]
     assert re.match(r"backstash: .* over the start where \S+plain.json has ", second.stderr)
     assert "\x1b" not in second.stderr, "a live line, where there is no terminal"
-    kind, _, picture = report["graph"].partition(",")
-    assert kind == "data:image/svg+xml;base64"
-    drawn = base64.b64decode(picture).decode()
+    drawn = report.get("graph_text", "")
+    if shutil.which("dot"):
+        kind, _, picture = report["graph"].partition(",")
+        assert kind == "data:image/svg+xml;base64"
+        drawn = base64.b64decode(picture).decode()
     assert "Linear" in drawn and "Tanh" in drawn, "the model was found, and its names"
 
 
@@ -424,7 +427,8 @@ def test_the_first_backward_is_drawn_and_what_stood_in_is_gone(tmp_path: Path) -
     done = under_stash(["train.py"], tmp_path, "--disk", ".", "--report", str(page))
     assert done.returncode == 7, done.stderr
     report = embedded(page)
-    assert "graph" in report and not any("no graph" in note for note in report["notes"])
+    shown = "graph" if shutil.which("dot") else "graph_text"
+    assert shown in report and not any("no graph" in note for note in report["notes"])
     write(tmp_path / "train.py", TRAIN.replace("loss.backward()", "pass").replace("x.grad", "x"))
     under_stash(["train.py"], tmp_path, "--disk", ".", "--report", str(page))
     report = embedded(page)

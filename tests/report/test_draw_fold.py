@@ -83,7 +83,7 @@ def test_repeated_blocks_are_drawn_once() -> None:
     ]
     (row,) = [tensor for tensor in inside[2].tensors]
     assert (row.shape, row.count, row.nbytes) == (("2", "4", "16"), 12, 12 * 512)
-    assert "12 x Block  blocks.0 … blocks.11, each uses the one before" in drawing.to_svg()
+    assert "12 x Block  blocks.0 … blocks.11, each uses the one before" in str(drawing)
     assert (
         "Modules in which at most one operation saves something are drawn as one box"
         in drawing.notes[0]
@@ -143,7 +143,7 @@ def test_branches_side_by_side() -> None:
     assert (group.title, group.repeats, group.chained) == ("50 x 2 nodes", 50, False)
     (into,) = [edge for edge in drawing.edges if drawing.nodes[edge.target].label == "Stack"]
     assert (into.count, into.label) == (50, "50 x")
-    assert "50 x 2 nodes, side by side" in drawing.to_svg()
+    assert "50 x 2 nodes, side by side" in str(drawing)
 
 
 def test_modules_that_are_called_twice_make_no_circle() -> None:
@@ -249,7 +249,7 @@ def test_a_hundred_thousand_nodes_in_a_row() -> None:
     sys.setrecursionlimit(180)  # far less than the depth: what recursed would fail
     try:
         drawing = draw(y)
-        texts = drawing.to_svg(), drawing.to_dot()
+        texts = str(drawing), drawing.to_dot()
     finally:
         sys.setrecursionlimit(limit)
     assert drawing.graph_nodes == 100_001 and len(drawing.nodes) == 14
@@ -268,7 +268,7 @@ def test_alike_nodes_in_a_row_are_one() -> None:
         ("leaf", 1),
         ("output", 1),
     ]
-    assert "4,999 x Add" in drawing.to_svg()
+    assert "4,999 x Add" in str(drawing)
 
 
 def test_wide_graphs_are_folded_too() -> None:

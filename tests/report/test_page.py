@@ -152,7 +152,7 @@ def test_page_and_picture_know_every_place() -> None:
         assert page.count(f"--{key}:{place.light};") == page.count(f"--{key}:{place.dark};") == 1
         assert f"i.{key}{{background:var(--{key})}}.tier.{key}{{fill:var(--{key})}}" in page
         assert f'"{key}": "{place.label}"' in page
-        assert f".bs-graph .{key}{{fill:var(--g-{key})}}" in CSS
+        assert f'.bs-graph [fill="{place.light}"]{{fill:var(--g-{key})}}' in CSS
         assert f"--g-{key}:{place.light};" in CSS and f"--g-{key}:{place.dark};" in CSS
     assert {name.removesuffix("_bytes") for name in TIERS} <= PLACES.keys()
 

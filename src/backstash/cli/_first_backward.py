@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..errors import UsageError
 from ..report import draw
 
 __all__ = ["FirstBackward"]
@@ -21,8 +22,8 @@ class FirstBackward:
     """
 
     def __init__(self) -> None:
-        self.svg = ""
-        """The picture; empty until the first backward, and if it could not be drawn."""
+        self.section: dict[str, str] = {}
+        """The page's ``graph``, or its ``graph_text`` without Graphviz; empty if nothing was drawn."""
         self.note = "no graph: torch.autograd.backward was not called"
         """Why there is no picture."""
         self._own: Any = torch.autograd.backward
@@ -32,8 +33,11 @@ class FirstBackward:
     def _called(self, tensors: Any, *args: Any, **kwargs: Any) -> Any:
         self.remove()
         try:
-            self.svg = draw(tensors, _largest_module()).to_svg()
-            self.note = ""
+            drawing = draw(tensors, _largest_module())
+            self.section, self.note = {"graph_text": str(drawing)}, ""
+            self.section = {"graph": drawing.to_svg()}
+        except UsageError as error:
+            self.note = f"the graph as text: {error}"
         except Exception as error:  # the script continues; its own errors come from backward
             self.note = f"no graph: {type(error).__name__}: {error}"
         return self._own(tensors, *args, **kwargs)

@@ -200,7 +200,7 @@ class RunSession:
 
         page = run_page(figures, line, self._plan["compare"])
         if self._graph is not None:
-            page["graph"] = self._graph.svg
+            page |= self._graph.section
             page["notes"] = [*page.get("notes", ()), *filter(None, [self._graph.note])]
         return page
 

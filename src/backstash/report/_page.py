@@ -50,6 +50,7 @@ def render_page(report: Mapping[str, Any]) -> str:
             - ``stalls``: ``[{"seconds", "duration", "module", "what"}]``, longest first.
             - ``advice``: ``[{"text", "code"}]``, with a button to copy ``code``; ``notes``: sentences.
             - ``graph``: SVG text, shown as an image, so that no script in it can run.
+            - ``graph_text``: the graph as text, where there is no SVG.
 
     Raises:
         ValueError: a number in the report is not finite.

@@ -9,10 +9,9 @@ A drawing is made in steps, each in a file that does not depend on the files aft
 ``_drafts``                           boxes and frames, with the nodes and leaves that each stands for
 ``_tensors``                          the rows of saved tensors in boxes, and the notes
 ``_assemble``                         the records of a drawing
-``_boxes``                            the text in each box, and the size of the box
-``_layers``, ``_layout``              the positions of boxes, frames and edges
 ``_colors``                           the colours and the legend
-``_dot``, ``_svg``                    the drawing as DOT; as SVG and HTML
+``_outline``, ``_dot``                the drawing as text; in the DOT language
+``_svg``                              the drawing as SVG and HTML, by Graphviz
 ``_drawing``                          ``draw`` and :class:`Drawing`
 ====================================  =====================================================================
 """

@@ -1,50 +1,82 @@
-"""Render a drawing in the DOT language, with every name quoted."""
+"""Render a drawing in the DOT language. Every text is escaped, and each box is a table of texts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Iterator, Sequence
 
-from ._colors import LIGHT, NAMES, Colors
-from ._records import DrawnGraph, DrawnNode, DrawnTensor
-from ._text import bytes_of, dot_quoted, headline, joined_shape, places_of, same_words, shortened
+from ._colors import LIGHT, Colors, LegendEntry
+from ._records import DrawnGraph, DrawnNode
+from ._text import bytes_of, cells_of, frame_title, headline, shortened, size_of, xml
 
-__all__ = ["to_dot"]
+__all__ = ["FONT", "to_dot"]
 
-_FILLS = {
-    "operation": "#eceff3",
-    "module": "#dde3ea",
-    "folded": "#ffffff",
-    "parameter": "#cfe3fb",
-    "leaf": "#e0d7fa",
-    "output": "#cdecc8",
-}
-_MOST = 60
-_PALETTE = dict(zip(NAMES, LIGHT, strict=True))
+FONT = "Courier"
+"""The font of all texts. Graphviz knows the width of its characters without any font installed."""
+
+_SMALL = 10
+_SPACE = "\u00a0"  # Graphviz drops a plain space at the start of a text
+_MOST_LABEL = 44
+_MOST_DETAIL = 52
+_MOST_CELL = 38
+_CAPTION_COLUMNS = 76
+_TABLE = '<TABLE BORDER="0" CELLBORDER="0" CELLSPACING="0" CELLPADDING="2">'
 
 
 def to_dot(drawing: DrawnGraph) -> str:
     """Return the text of one ``digraph``."""
     colors = Colors(drawing)
-    caption = dot_quoted(*headline(drawing), *drawing.notes)
+    text = f"fontname={FONT}"
     lines = [
         "digraph autograd {",
-        f"  graph [label={caption}, labelloc=b, labeljust=l, rankdir=TB, fontname=Helvetica];",
-        '  node [shape=box, style=filled, fontname=Helvetica, fontsize=11, margin="0.12,0.06"];',
-        "  edge [fontname=Helvetica, fontsize=9, color=gray40];",
-        *_group_lines(drawing, colors),
+        f"  graph [label=<{_caption(drawing, colors)}>, labelloc=t, labeljust=l];",
+        f'  graph [{text}, fontcolor="{LIGHT["ink"]}", bgcolor="{LIGHT["paper"]}", ranksep=0.3];',
+        f'  node [{text}, fontcolor="{LIGHT["ink"]}", fontsize=12, shape=box, margin="0.06,0.05"];',
+        "  node [height=0];",
+        f'  edge [{text}, fontcolor="{LIGHT["muted"]}", fontsize=9, arrowsize=0.6];',
+        f'  edge [color="{LIGHT["wire"]}"];',
+        *_frames(drawing, colors),
     ]
     for edge in drawing.edges:
-        label = f" [label={dot_quoted(edge.label)}]" if edge.label else ""
+        label = f" [label=<{xml(edge.label)}>]" if edge.label else ""
         lines.append(f"  n{edge.source} -> n{edge.target}{label};")
     return "\n".join([*lines, "}", ""])
 
 
-def _group_lines(drawing: DrawnGraph, colors: Colors) -> Iterator[str]:
+def _caption(drawing: DrawnGraph, colors: Colors) -> str:
+    """Return a table with the size of the graph, the legend, and the notes."""
+    first, *rest = headline(drawing)
+    rows = [f'<TR><TD ALIGN="LEFT"><FONT POINT-SIZE="14"><B>{xml(first)}</B></FONT></TD></TR>']
+    rows += [_note(line) for text in rest for line in textwrap.wrap(text, _CAPTION_COLUMNS)]
+    for entries in colors.legend():
+        table = f"{_TABLE}<TR>{''.join(map(_legend_entry, entries))}</TR></TABLE>"
+        rows.append(f'<TR><TD ALIGN="LEFT">{table}</TD></TR>')
+    rows += [
+        _note(line) for note in drawing.notes for line in textwrap.wrap(note, _CAPTION_COLUMNS)
+    ]
+    return f"{_TABLE}{''.join(rows)}</TABLE>"
+
+
+def _legend_entry(entry: LegendEntry) -> str:
+    words = _small(_SPACE + entry.text + _SPACE, entry.ink)
+    if entry.is_chip:
+        return f'<TD ALIGN="LEFT">{_small("■", entry.color)}{words}</TD>'
+    return f'<TD BGCOLOR="{entry.color}" BORDER="1" COLOR="{LIGHT["edge"]}">{words}</TD>'
+
+
+def _note(line: str) -> str:
+    return f'<TR><TD ALIGN="LEFT">{_small(line)}</TD></TR>'
+
+
+def _frames(drawing: DrawnGraph, colors: Colors) -> Iterator[str]:
     """Yield frames as nested clusters with their boxes, then the boxes outside frames."""
     inside: dict[int | None, list[int]] = {}
     for index, group in enumerate(drawing.groups):
         inside.setdefault(group.parent, []).append(index)
     framed = {node for group in drawing.groups for node in group.nodes}
+    paths: list[str] = []
+    for group in drawing.groups:
+        paths.append(group.module or (paths[group.parent] if group.parent is not None else ""))
     ahead = [(index, False) for index in reversed(inside.get(None, []))]
     while ahead:
         index, is_end = ahead.pop()
@@ -53,41 +85,68 @@ def _group_lines(drawing: DrawnGraph, colors: Colors) -> Iterator[str]:
             continue
         group = drawing.groups[index]
         yield f"  subgraph cluster_{index} {{"
-        yield f"    label={dot_quoted(shortened(group.title, _MOST))}; labelloc=t; labeljust=l; color=gray60;"
+        yield f'    graph [label=<<B>{xml(frame_title(group))}</B>>, fontsize=11, style="rounded,filled"];'
+        yield f'    graph [color="{LIGHT["line"]}", fillcolor="{LIGHT["frame"]}", margin=12];'
         for node in group.nodes:
-            yield from _node_lines(node, drawing.nodes[node], colors)
+            yield _box(node, drawing, colors, paths[index])
         ahead.append((index, True))
         ahead += [(each, False) for each in reversed(inside.get(index, []))]
-    for number, free in enumerate(drawing.nodes):
+    for number in range(len(drawing.nodes)):
         if number not in framed:
-            yield from _node_lines(number, free, colors)
+            yield _box(number, drawing, colors, "")
 
 
-def _node_lines(index: int, node: DrawnNode, colors: Colors) -> Iterator[str]:
+def _box(index: int, drawing: DrawnGraph, colors: Colors, frame_path: str) -> str:
+    node = drawing.nodes[index]
+    fill, edge = colors.box(node)
+    style = "filled,rounded,dashed" if node.kind == "folded" else "filled,rounded"
+    rows = "".join(_rows(node, drawing.color_by == "dtype", colors, frame_path))
+    look = f'style="{style}", fillcolor="{fill}", color="{edge}"'
+    return f"    n{index} [label=<{_TABLE}{rows}</TABLE>>, {look}];"
+
+
+def _rows(node: DrawnNode, show_dtype: bool, colors: Colors, frame_path: str) -> Iterator[str]:
+    """Yield the rows of a box: the heading and size, details, leaves, saved tensors."""
     times = f"{node.repeats:,} x " if node.repeats > 1 else ""
-    size = joined_shape(node.shape)
-    if node.kind in ("parameter", "leaf", "output") and node.nbytes:
-        size = f"{size}  {bytes_of(node.nbytes, 0, 1)}".strip()
-    texts = [times + shortened(node.label, _MOST), shortened(node.detail, _MOST), size]
-    texts += [
-        "  ".join(filter(None, (leaf.name, joined_shape(leaf.shape), bytes_of(leaf.nbytes, 0, 1))))
-        for leaf in node.leaves
+    label = times + shortened(_relative(node.label, frame_path), _MOST_LABEL)
+    size = size_of(node.shape, node.dtype, show_dtype=show_dtype)
+    if node.kind in ("parameter", "leaf") and node.nbytes:
+        size = f"{size}  {bytes_of(node.nbytes, 0, 1)}"
+    yield f'<TR><TD ALIGN="LEFT" COLSPAN="3"><B>{xml(label) or " "}</B></TD>'
+    yield f'<TD ALIGN="RIGHT">{_small(size)}</TD></TR>'
+    details = [node.detail]
+    if node.kind == "operation":
+        details.append(_relative(node.module, frame_path))
+    for detail in details:
+        if detail and detail != frame_path:
+            words = _small(shortened(detail, _MOST_DETAIL))
+            yield f'<TR><TD ALIGN="LEFT" COLSPAN="4">{words}</TD></TR>'
+    for leaf in node.leaves:
+        ground = LIGHT["parameter" if leaf.is_parameter else "leaf"]
+        yield _row("", cells_of(leaf, show_dtype=show_dtype), ground, LIGHT["ink"])
+    for tensor in node.tensors:
+        chips = "".join(_small("■", color) for color in colors.chips(tensor))
+        cells = cells_of(tensor, show_dtype=show_dtype)
+        yield _row(chips, cells, *colors.band(tensor))
+
+
+def _row(chips: str, texts: Sequence[str], ground: str, ink: str) -> str:
+    words = [_small(shortened(text, _MOST_CELL), ink) for text in texts]
+    if chips:
+        words[0] = chips + _small(_SPACE + shortened(texts[0], _MOST_CELL), ink)
+    aligns = ("LEFT", "LEFT", "RIGHT", "LEFT")
+    cells = [
+        f'<TD ALIGN="{align}" BGCOLOR="{ground}">{word}</TD>'
+        for align, word in zip(aligns, words, strict=True)
     ]
-    label = "\\n".join(dot_quoted(text)[1:-1] for text in texts if text)
-    dashed = ', style="filled,dashed"' if node.kind == "folded" else ""
-    fill = _PALETTE.get(colors.box(node), _FILLS[node.kind])
-    yield f'    n{index} [label="{label}", fillcolor="{fill}"{dashed}];'
-    for place, tensor in enumerate(node.tensors):
-        fill = _PALETTE.get(colors.band(tensor), "orange")
-        edge = _PALETTE[max(colors.chip(tensor), key=lambda share: share.part).style]
-        look = f'fillcolor="{fill}", color="{edge}", penwidth=2'
-        yield f"    s{index}_{place} [label={_tensor_label(tensor)}, {look}];"
-        yield f"    n{index} -> s{index}_{place} [dir=none, style=dotted];"
+    return f"<TR>{''.join(cells)}</TR>"
 
 
-def _tensor_label(tensor: DrawnTensor) -> str:
-    times = f"{tensor.count:,} x" if tensor.count > 1 and tensor.shape is not None else ""
-    known = " ".join(filter(None, (times, joined_shape(tensor.shape), tensor.dtype)))
-    size = bytes_of(tensor.nbytes, tensor.unknown, tensor.count)
-    same = same_words(tensor)
-    return dot_quoted(*filter(None, (tensor.name, known, size, places_of(tensor), same)))
+def _small(text: str, color: str = LIGHT["muted"]) -> str:
+    return f'<FONT COLOR="{color}" POINT-SIZE="{_SMALL}">{xml(text)}</FONT>' if text else ""
+
+
+def _relative(path: str, frame_path: str) -> str:
+    if frame_path and path == frame_path:
+        return ""
+    return path.removeprefix(f"{frame_path}.") if frame_path else path

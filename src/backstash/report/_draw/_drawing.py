@@ -14,11 +14,12 @@ from ._assemble import assemble
 from ._dot import to_dot
 from ._drafts import draft
 from ._facts import Names, Params, read
+from ._outline import to_text
 from ._records import DrawnGraph, Place
 from ._repeats import find_repeats
-from ._svg import to_page, to_svg
+from ._svg import has_graphviz, to_page, to_svg
 from ._tensors import notes_on, sum_up
-from ._text import clean, headline
+from ._text import clean
 from ._tree import choose, grow, inferred_paths
 
 __all__ = ["Drawing", "draw"]
@@ -115,57 +116,68 @@ def draw(
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Drawing(DrawnGraph):
-    """An autograd graph as boxes, edges and frames, which can be written as SVG, HTML or DOT.
+    """An autograd graph as boxes, edges and frames, which can be written as text, DOT, SVG or HTML.
 
-    It holds no tensor and no node, so it keeps no memory of the graph alive. A notebook shows it as a picture.
+    It holds no tensor and no node, so it keeps no memory of the graph alive. SVG and HTML need Graphviz's
+    command ``dot``. A notebook shows the picture, or the text where there is no ``dot``.
     """
 
+    def to_text(self) -> str:
+        """Return the drawing as text: a line for each frame, box and saved tensor. ``print`` shows it."""
+        return to_text(self)
+
     def to_dot(self) -> str:
-        """Return the drawing in the DOT language, with a box for each saved tensor; ``dot -Tpdf`` renders
-        it."""
+        """Return the drawing in the DOT language; ``dot -Tpdf`` renders it."""
         return to_dot(self)
 
     def to_svg(self) -> str:
-        """Return the drawing as SVG text, without external fonts, style sheets or addresses."""
+        """Return the drawing as SVG text, without external fonts, style sheets or addresses.
+
+        Raises:
+            UsageError: Graphviz's command ``dot`` is not installed, or it failed.
+        """
         return to_svg(self)
 
     def to_html(self) -> str:
-        """Return the drawing as the text of one HTML page, without scripts and without requests."""
+        """Return the drawing as the text of one HTML page, without scripts and without requests.
+
+        Raises:
+            UsageError: Graphviz's command ``dot`` is not installed, or it failed.
+        """
         return to_page(self)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the drawing to ``path`` in the format of its suffix: ``.svg``, ``.html`` or ``.dot``.
+        """Write the drawing to ``path`` in the format of its suffix: ``.txt``, ``.dot``, ``.svg`` or ``.html``.
 
-        An existing file is replaced. ``.htm`` and ``.gv`` mean HTML and DOT too.
+        An existing file is replaced. ``.gv`` and ``.htm`` mean DOT and HTML too.
 
         Returns:
             The path.
 
         Raises:
-            UsageError: the suffix is another one; nothing was written.
+            UsageError: the suffix is another one, or the format needs Graphviz, which is not installed.
+                Nothing was written.
         """
         file = Path(path)
         make = {".svg": self.to_svg, ".html": self.to_html, ".htm": self.to_html}
-        make |= {".dot": self.to_dot, ".gv": self.to_dot}
+        make |= {".txt": self.to_text, ".dot": self.to_dot, ".gv": self.to_dot}
         if file.suffix.lower() not in make:
             raise UsageError(
-                f"save({os.fspath(path)!r}): allowed are names that end in .svg, .html or .dot; other "
-                "formats come from the .dot by graphviz"
+                f"save({os.fspath(path)!r}): allowed are names that end in .svg, .html, .dot or .txt; other "
+                "formats come from the .dot by Graphviz"
             )
         file.write_text(make[file.suffix.lower()](), encoding="utf-8")
         return file
 
     _repr_pretty_ = show_text
 
-    def _repr_html_(self) -> str:
+    def _repr_html_(self) -> str | None:
+        if not has_graphviz():
+            return None
         return f'<div style="overflow:auto;max-height:80vh">{self.to_svg()}</div>'
 
     def __repr__(self) -> str:
-        return (
-            f"<Drawing of {self.graph_nodes:,} nodes as {len(self.nodes):,} boxes; save() shows it>"
-        )
+        return f"<Drawing of {self.graph_nodes:,} nodes as {len(self.nodes):,} boxes; print() shows it>"
 
     def __str__(self) -> str:
-        drawn = f"drawn as {len(self.nodes):,} box{'es' if len(self.nodes) != 1 else ''}"
-        first, *rest = headline(self)
-        return "\n".join([f"{first}, {drawn}", *rest, *self.notes])
+        return to_text(self)

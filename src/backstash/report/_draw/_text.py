@@ -1,26 +1,22 @@
-"""Make text safe to show, measure it, and format bytes and places for all formats of a drawing."""
+"""Make text safe to show, and format sizes, bytes and places for all formats of a drawing."""
 
 from __future__ import annotations
-
-import unicodedata
 
 from ..._text import clean as whole
 from ...places import label_of
 from ...units import format_bytes
-from ._records import SAVED_ABOVE, DrawnGraph, DrawnTensor
+from ._records import SAVED_ABOVE, DrawnGraph, DrawnGroup, DrawnLeaf, DrawnTensor
 
 __all__ = [
     "bytes_of",
-    "cells",
+    "cells_of",
     "clean",
-    "dot_quoted",
+    "frame_title",
     "headline",
     "joined_shape",
-    "places_of",
-    "same_words",
     "short_name",
     "shortened",
-    "wrapped",
+    "size_of",
     "xml",
 ]
 
@@ -46,54 +42,6 @@ def shortened(text: str, most: int) -> str:
     return f"{text[: most - 1 - tail]}…{text[len(text) - tail :]}"
 
 
-def cells(text: str) -> int:
-    """Return how many columns of a monospaced font ``text`` takes: wide characters take two.
-
-    >>> cells("abc"), cells("張量")
-    (3, 4)
-    """
-    if text.isascii():
-        return len(text)
-    return sum(_width(character) for character in text)
-
-
-def _width(character: str) -> int:
-    if unicodedata.combining(character):
-        return 0
-    # Characters that a monospaced font lacks come from another font, which may be wide.
-    if character >= "\U0001f000":
-        return 3
-    return 1 if ord(character) < 0x250 or character == "…" else 2
-
-
-def wrapped(text: str, most: int) -> list[str]:
-    """Return ``text`` in lines of at most ``most`` columns, broken between words if possible.
-
-    >>> wrapped("a graph that is long", 9)
-    ['a graph', 'that is', 'long']
-    """
-    lines, line = [], ""
-    for word in text.split(" "):
-        while cells(word) > most:
-            word, rest = _split(word, most)
-            lines += [each for each in (line, word) if each]
-            line, word = "", rest
-        if line and cells(line) + 1 + cells(word) > most:
-            lines.append(line)
-            line = word
-        else:
-            line = f"{line} {word}" if line else word
-    return [*lines, line] if line else lines
-
-
-def _split(word: str, most: int) -> tuple[str, str]:
-    end, used = 0, 0
-    while end < len(word) and (end == 0 or used + _width(word[end]) <= most):
-        used += _width(word[end])
-        end += 1
-    return word[:end], word[end:]
-
-
 def joined_shape(shape: tuple[str, ...] | None) -> str:
     """Return sizes as text, in the form of ``torch.Size``.
 
@@ -112,22 +60,6 @@ def xml(text: str) -> str:
     for character, entity in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ('"', "&quot;")):
         text = text.replace(character, entity)
     return text
-
-
-def dot_quoted(*lines: str) -> str:
-    r"""Return ``lines`` as one quoted string of the DOT language, shown literally and aligned to the left.
-
-    DOT also interprets escapes (``\N`` is a node's name) and character references (``&beta;``) inside quotes.
-
-    >>> print(dot_quoted('say "hi"', "C:\\N &amp;"))
-    "say \"hi\"\lC:\\N &amp;amp;\l"
-    """
-    escaped = [
-        line.replace("&", "&amp;").replace("\\", "\\\\").replace('"', '\\"') for line in lines
-    ]
-    if len(escaped) == 1:
-        return f'"{escaped[0]}"'
-    return '"' + "".join(f"{line}\\l" for line in escaped) + '"'
 
 
 def short_name(name: str) -> str:
@@ -152,20 +84,30 @@ def bytes_of(nbytes: int, unknown: int, count: int) -> str:
     return format_bytes(nbytes) + (" + ?" if unknown else "")
 
 
-def places_of(tensor: DrawnTensor) -> str:
-    """Return the place of a saved tensor; for several, how many are at which place."""
-    if len(tensor.places) == 1:
-        return label_of(tensor.places[0].where)
-    return ", ".join(f"{place.count:,} {label_of(place.where)}" for place in tensor.places)
+def size_of(shape: tuple[str, ...] | None, dtype: str, *, show_dtype: bool) -> str:
+    """Return sizes and element type as text; float32 is left out unless ``show_dtype``."""
+    shown = dtype if show_dtype or dtype != "float32" else ""
+    return " ".join(filter(None, (joined_shape(shape), shown)))
 
 
-def same_words(tensor: DrawnTensor) -> str:
-    """Return whose memory a saved tensor is in, if not its own; else ``""``."""
-    if tensor.same_as == SAVED_ABOVE:
-        return "memory that is saved above too"
-    if tensor.same_as == "leaves'":
-        return "memory of leaves"
-    return f"memory of {shortened(tensor.same_as, 60)}" if tensor.same_as else ""
+def cells_of(of: DrawnTensor | DrawnLeaf, *, show_dtype: bool) -> list[str]:
+    """Return the texts in the row of a saved tensor or a leaf: name, sizes, bytes, place."""
+    times = f"{of.count:,} x " if of.count > 1 and of.shape is not None else ""
+    size = times + size_of(of.shape, of.dtype, show_dtype=show_dtype)
+    if isinstance(of, DrawnLeaf):
+        return [of.name, size, bytes_of(of.nbytes, 0, 1), ""]
+    where = ", ".join(f"{place.count:,} {label_of(place.where)}" for place in of.places)
+    if len(of.places) == 1:
+        where = label_of(of.places[0].where)
+    if of.same_as:
+        where += f" ({'again' if of.same_as == SAVED_ABOVE else shortened(of.same_as, 26)})"
+    return [of.name, size, bytes_of(of.nbytes, of.unknown, of.count), where]
+
+
+def frame_title(group: DrawnGroup) -> str:
+    """Return a frame's title; for a repeated run, how its copies are connected."""
+    how = ", each uses the one before" if group.chained else ", side by side"
+    return shortened(group.title, 60) + (how if group.repeats > 1 else "")
 
 
 def headline(drawing: DrawnGraph) -> list[str]:

@@ -155,8 +155,8 @@ function advice() {
 }
 
 function graph() {
-  const image = element("img", { src: report.graph, alt: "The autograd graph" });
-  return section("graph", "The autograd graph", element("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "The autograd graph" }, image));
+  const shown = report.graph ? element("img", { src: report.graph, alt: "The autograd graph" }) : element("pre", {}, report.graph_text);
+  return section("graph", "The autograd graph", element("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "The autograd graph" }, shown));
 }
 
 function notes() {
@@ -173,7 +173,7 @@ function draw() {
     report.modules && modules(),
     report.stalls && stalls(),
     report.advice && advice(),
-    report.graph && graph(),
+    (report.graph || report.graph_text) && graph(),
     report.notes && report.notes.length && notes(),
   ];
   document.getElementById("main").replaceChildren(...parts.filter((part) => part instanceof Node));
