@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from backstash.cli import main
+from backstash.cli._first_backward import FirstBackward
 from backstash.cli._launch import interpreter_options
 from backstash.plan import Plan, PlannedClass, StepFigures
 from children import child
@@ -434,6 +436,16 @@ def test_the_first_backward_is_drawn_and_what_stood_in_is_gone(tmp_path: Path) -
     report = embedded(page)
     assert "graph" not in report
     assert "no graph: torch.autograd.backward was not called" in report["notes"]
+
+
+def test_without_graphviz_the_page_has_the_graph_as_text(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    watching = FirstBackward()
+    torch.ones(3, requires_grad=True).exp().sum().backward()
+    assert list(watching.section) == ["graph_text"] and "Exp" in watching.section["graph_text"]
+    assert watching.note.startswith("the graph as text: no command dot")
 
 
 def test_what_a_report_cannot_know_it_says(tmp_path: Path) -> None:

@@ -189,6 +189,15 @@ def test_every_part_is_there(shown):
     assert "--keep 32MiB" in text(page, "#advice") and "A note." in text(page, "#notes")
 
 
+def test_a_graph_without_a_picture_is_text(shown):
+    page = shown(graph=None, graph_text=f"#0  Mul\n    saved{HOSTILE}")
+    assert (
+        page.run("document.querySelector('#graph pre').textContent")
+        == f"#0  Mul\n    saved{HOSTILE}"
+    )
+    assert not page.run("document.querySelector('#graph img')")
+
+
 def test_what_is_not_known_is_not_there(shown):
     nothing = dict.fromkeys(report().keys() - {"title"})
     page = shown(**nothing)

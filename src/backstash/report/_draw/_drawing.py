@@ -17,7 +17,7 @@ from ._facts import Names, Params, read
 from ._outline import to_text
 from ._records import DrawnGraph, Place
 from ._repeats import find_repeats
-from ._svg import has_graphviz, to_page, to_svg
+from ._svg import to_page, to_svg
 from ._tensors import notes_on, sum_up
 from ._text import clean
 from ._tree import choose, grow, inferred_paths
@@ -172,9 +172,10 @@ class Drawing(DrawnGraph):
     _repr_pretty_ = show_text
 
     def _repr_html_(self) -> str | None:
-        if not has_graphviz():
-            return None
-        return f'<div style="overflow:auto;max-height:80vh">{self.to_svg()}</div>'
+        try:
+            return f'<div style="overflow:auto;max-height:80vh">{self.to_svg()}</div>'
+        except UsageError:
+            return None  # the notebook shows the text
 
     def __repr__(self) -> str:
         return f"<Drawing of {self.graph_nodes:,} nodes as {len(self.nodes):,} boxes; print() shows it>"

@@ -12,14 +12,9 @@ from ._dot import FONT, to_dot
 from ._records import DrawnGraph, DrawnNode
 from ._text import cells_of, headline, size_of, xml
 
-__all__ = ["has_graphviz", "to_page", "to_svg"]
+__all__ = ["to_page", "to_svg"]
 
 _FAMILY = "ui-monospace,'SF Mono',Menlo,Consolas,'DejaVu Sans Mono','Liberation Mono',monospace"
-
-
-def has_graphviz() -> bool:
-    """Return whether Graphviz's command ``dot`` is installed."""
-    return shutil.which("dot") is not None
 
 
 def to_svg(drawing: DrawnGraph) -> str:
@@ -45,7 +40,7 @@ def to_svg(drawing: DrawnGraph) -> str:
 
 
 def _rendered(dot: str) -> str:
-    if not has_graphviz():
+    if shutil.which("dot") is None:
         raise UsageError(
             "no command dot: a picture of the graph needs Graphviz (apt, brew or conda install graphviz). "
             "print(drawing) and save('graph.txt') need nothing"
