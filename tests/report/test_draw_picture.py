@@ -101,6 +101,8 @@ STATEMENT = re.compile(
     r"  (subgraph cluster_\d+ \{|\}|(?:graph|node|edge|n\d+|n\d+ -> n\d+)( \[.*\])?;)"
 )
 
+LABEL = re.compile(r"label=<(.*?)>(?=, \w+=|\];)")
+
 
 def test_dot_has_one_statement_a_line_and_labels_are_well_formed() -> None:
     for drawing in (*drawings(), hostile_drawing()):
@@ -112,15 +114,27 @@ def test_dot_has_one_statement_a_line_and_labels_are_well_formed() -> None:
         assert sum(" -> n" in line.split("[")[0] for line in lines) == len(drawing.edges)
         assert sum(bool(re.fullmatch(r"n\d+", start)) for start in starts) == len(drawing.nodes)
         assert starts.count("subgraph") == starts.count("}") == len(drawing.groups)
-        for line in lines:
-            if "label=<" in line:
-                label = line[line.index("label=<") + 7 : line.rindex(">", 0, line.rindex("]"))]
-                label = (
-                    label.rsplit(">, ", 1)[0]
-                    if line.strip()[0] in "gn" and ">, " in label
-                    else label
-                )
-                ElementTree.fromstring(f"<x>{label}</x>")
+        labels = [each for line in lines for each in LABEL.findall(line)]
+        assert len(labels) >= 1 + len(drawing.nodes) + len(drawing.groups)
+        for label in labels:
+            ElementTree.fromstring(f"<x>{label}</x>")
+
+
+def test_boxes_are_in_their_frames() -> None:
+    for drawing in drawings():
+        around: list[int | None] = [None]
+        inside: dict[int | None, list[int]] = {}
+        for line in map(str.strip, drawing.to_dot().splitlines()[1:-1]):
+            if found := re.match(r"subgraph cluster_(\d+)", line):
+                assert drawing.groups[int(found[1])].parent == around[-1]
+                around.append(int(found[1]))
+            elif found := re.match(r"n(\d+) \[", line):
+                inside.setdefault(around[-1], []).append(int(found[1]))
+            elif line == "}":
+                around.pop()
+        assert around == [None]
+        for number, group in enumerate(drawing.groups):
+            assert tuple(inside.get(number, [])) == group.nodes
 
 
 @needs_dot
