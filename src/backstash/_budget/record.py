@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 import statistics
@@ -83,8 +84,13 @@ class StepRecord:
         return sum(event[0] == "save" for event in self.told)
 
     def hook_seconds(self, kind: str) -> float:
-        """Return the mean seconds of a hook (one of ``_HOOKS``) per block, without waits."""
-        seconds = sum(own for event, own in _own_seconds(self) if event[0] == kind)
+        """Return the mean seconds of a hook (one of ``_HOOKS``) per block, without waits, and without the hook
+        that begins the step, which takes the record of the step before."""
+        seconds = sum(
+            own
+            for event, own in _own_seconds(self)
+            if event[0] == kind and event[1] > self.began
+        )
         return seconds / max(1, self.blocks)
 
     @property
@@ -194,7 +200,8 @@ def costs_of(
 
     The cost of a byte outside the hooks is the difference of the steps, but at least 0 and at most the time of
     its transfer. (A change of the machine's speed between the steps would add to the difference.) It is 0 where
-    copies take no computing time. The computing time is the shorter one of the two steps. The rest of the
+    copies take no computing time. There the hooks' time is the shorter one, too: the host waits for the device in
+    the step that tries what recomputing costs, which is then idle in each hook. The computing time is the shorter one of the two steps. The rest of the
     longer one is due to other programs, or to the host locking or allocating memory.
     """
     moved_bytes = full.moved_bytes
@@ -206,7 +213,7 @@ def costs_of(
     kept, moved = [], []
     for kind in _HOOKS:
         all_moved, some_moved = full.hook_seconds(kind), part.hook_seconds(kind)
-        if is_alike:
+        if copies_aside or is_alike:
             all_moved = stays = min(all_moved, some_moved)
         else:
             stays = min(max(0.0, (some_moved - share * all_moved) / (1 - share)), all_moved)
@@ -263,22 +270,55 @@ def beside_left(costs: Costs, blocks: int, left_seconds: float | None) -> Costs:
     )
 
 
+class _Aside:
+    """The time in which the computing thread waited or was in a hook of the stash, as a function of time.
+
+    By the clock, and not by the order of the events: the first hook of a step begins before the step's first
+    save, and may take as long as many operations.
+    """
+
+    def __init__(self, record: StepRecord) -> None:
+        spans = sorted(
+            (max(record.began, start), start + duration)
+            for kind, start, duration, *_ in record.told
+            if kind == "stall" or kind in _OURS
+        )
+        self._ends: list[float] = []  # of spans that do not overlap
+        self._starts: list[float] = []
+        self._sums = [0.0]  # seconds in the spans up to each
+        for start, end in spans:
+            if self._ends and start <= self._ends[-1]:
+                if end > self._ends[-1]:
+                    self._sums[-1] += end - self._ends[-1]
+                    self._ends[-1] = end
+            elif end > start:
+                self._starts.append(start)
+                self._ends.append(end)
+                self._sums.append(self._sums[-1] + end - start)
+
+    def until(self, now: float) -> float:
+        """Return these seconds up to ``now``."""
+        at = bisect.bisect_right(self._starts, now)
+        if not at:
+            return 0.0
+        return self._sums[at] - max(0.0, self._ends[at - 1] - now)
+
+
 class _Intervals:
     """Between the moments of a recorded step: seconds of computing, and memory that is not the stash's."""
 
     def __init__(self, record: StepRecord, per_moved_byte: float) -> None:
         self._samples = deque(record.samples)
         self._per_moved_byte = per_moved_byte
-        self._before, self._waited, self._transferred = record.began, 0.0, 0
+        self._aside = _Aside(record)
+        self._before, self._transferred = record.began, 0
         self.computed = 0.0  # up to the last moment
-        # Seconds of the stash that did not fit into the intervals up to the last moment.
+        # Seconds of moved bytes that did not fit into the intervals up to the last moment.
         self._owed = 0.0
         self._peak = self._peak_before = 0
 
-    def tell(self, own: float, transferred_bytes: int) -> None:
-        """Add seconds of this interval in which the computing thread waited or was in a hook, and bytes that
-        moved."""
-        self._waited += own
+    def tell(self, transferred_bytes: int) -> None:
+        """Add bytes that moved in this interval."""
         self._transferred += transferred_bytes
 
     def look(self, until: float) -> None:
@@ -290,8 +330,8 @@ class _Intervals:
     def seconds(self, now: float) -> float:
         """Return the seconds of computing from the last moment to ``now``; negative if the next intervals owe
         some."""
-        moved = self._per_moved_byte * self._transferred
-        return now - self._before - self._waited - moved - self._owed
+        aside = self._aside.until(now) - self._aside.until(self._before)
+        return now - self._before - aside - self._per_moved_byte * self._transferred - self._owed
 
     @property
     def other_bytes(self) -> int:
@@ -303,7 +343,7 @@ class _Intervals:
         rest, other_bytes = self.seconds(now), self.other_bytes
         self._owed = max(0.0, -rest)
         self.computed += max(0.0, rest)
-        self._before, self._waited, self._transferred = now, 0.0, 0
+        self._before, self._transferred = now, 0
         self._peak_before, self._peak = self._peak or self._peak_before, 0
         return max(0.0, rest), other_bytes
 
@@ -337,8 +377,7 @@ def trace_of(
     index: dict[int, int] = {}
     moments: list[Moment] = []
     used: set[int] = set()
-    for event, own in _own_seconds(record):
-        kind, start, _, nbytes, number, *_rest = event
+    for kind, start, _, nbytes, number, *_rest in record.told:
         if kind in _BOUNDS:
             if number >= len(record.forwards):
                 continue
@@ -346,7 +385,7 @@ def trace_of(
             forward = record.forwards[number]
             forward.seconds = at if kind == "enter" else max(0.0, at - forward.seconds)
             continue
-        intervals.tell(own, nbytes if kind in _TRANSFERS else 0)
+        intervals.tell(nbytes if kind in _TRANSFERS else 0)
         if kind not in _OURS:
             intervals.look(start)
         if kind not in _KINDS or (kind != "save" and number not in index):

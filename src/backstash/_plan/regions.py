@@ -88,6 +88,7 @@ class Regions:
         self._stays: dict[tuple[str, int], frozenset[int]] = {}
         self._planned_stays: dict[tuple[str, int], frozenset[int]] = {}
         self._bytes: dict[str, int] = {}
+        self._tried: Counter[str] = Counter()
         self._forwards: list[Forward] = []
         self._again: Counter[int] = Counter()  # blocks that were saved again, anywhere
         # By storage: the one forward whose recomputing would free it, and its bytes; None: none would.
@@ -154,6 +155,12 @@ class Regions:
     def all_stays(self) -> Stays:
         """The numbers of the saves in each forward that something outside saves again."""
         return dict(self._stays)
+
+    def may_try(self, name: str, most: int) -> bool:
+        """Count a forward of this name whose replay is to be timed; return whether there were fewer than
+        ``most``."""
+        self._tried[name] += 1
+        return self._tried[name] <= most
 
     def note_bytes(self, forward: Forward) -> None:
         """Record how much an ended forward saved."""
