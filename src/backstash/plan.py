@@ -438,7 +438,7 @@ def plan_of(
         solution.windows.inflight_bytes,
         solution.windows.prefetch_bytes,
         forecast.resident_peak_bytes,
-        regions=_planned_regions(trace.cut_at(solution.level), solution, stays or {}),
+        regions=_planned_regions(trace.cut_at(solution.levels), solution, stays or {}),
         left_after=left_after,
         trace=trace,
         bias_bytes=bias_bytes,

@@ -23,6 +23,8 @@ from .follower import Follower
 
 __all__ = ["Planned", "RecomputedRegion"]
 
+_AHEAD_SECONDS = 5e-3  # as the host needs for the operations of a large module
+
 
 class RecomputedRegion(Protocol):
     """A module whose calls may be recomputed."""
@@ -171,6 +173,11 @@ class Planned:
             with self._session.section.lock, self._session.section:
                 self._regions.add_small(self.forward, storage_identity(storage), storage.nbytes())
         return packed
+
+    def keep_busy(self) -> None:
+        """Keep the device busy while the host begins a replay whose operations are timed."""
+        if self._device is not None:
+            self._device.keep_busy(_AHEAD_SECONDS)
 
     def mark(self) -> Any:
         """A point in time of the device that computes."""

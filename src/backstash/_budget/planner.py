@@ -381,14 +381,14 @@ class Planner(Controller):
         choices: Sequence[str],
         windows: Windows,
         peak_bytes: int,
-        level: int = 0,
+        levels: tuple[int, ...] = (),
     ) -> None:
         """Allow the choices of a measured step to be planned again, whatever is predicted of them, if the step
         kept the budget."""
         short_bytes = self._corrections.short_bytes
         if peak_bytes <= self._budget - short_bytes:
             is_near = peak_bytes > usable_bytes(self._budget) - short_bytes
-            kept = Kept(trace.blocks, tuple(choices), windows, peak_bytes, is_near, level)
+            kept = Kept(trace.blocks, tuple(choices), windows, peak_bytes, is_near, levels)
             self._solving.keep(kept)
         else:
             self._solving.give_up(tuple(choices))
@@ -696,7 +696,7 @@ class Planner(Controller):
             return
         if not is_left:
             choices, windows = solution.choices, solution.windows
-            self._keep_if_it_fits(trace, choices, windows, measured[0], solution.level)
+            self._keep_if_it_fits(trace, choices, windows, measured[0], solution.levels)
         is_other = self._corrections.correct(self._budget, usable, can_hold_less=solution.fits)
         now = self._corrections.as_now(
             trace, self._costs.per_moved_byte, runs_again=REGION in solution.choices
@@ -937,7 +937,7 @@ class Planner(Controller):
             and before[0].blocks is trace.blocks
             and before[1].choices == solution.choices
             and before[1].windows == solution.windows
-            and before[1].level == solution.level
+            and before[1].levels == solution.levels
         )
         stays = self.regions.all_stays if self.regions is not None else {}
         bias_bytes = self._corrections.bias_bytes

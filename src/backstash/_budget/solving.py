@@ -40,8 +40,8 @@ class Kept:
     """The highest measured peak of such steps, in bytes."""
     is_near: bool
     """Whether that is more of the budget than plans use."""
-    level: int = 0
-    """See :attr:`Solution.level`."""
+    levels: tuple[int, ...] = ()
+    """See :attr:`Solution.levels`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +194,6 @@ class Solving:
 
 def _kept_of(trace: Trace, kept: Iterable[Kept], allowed: Sequence[str]) -> Iterable[Solution]:
     for each in kept:
-        of = trace.cut_at(each.level)
+        of = trace.cut_at(each.levels)
         solution = follow(of, each.choices, each.windows, allowed=allowed)
-        yield replace(solution, measured_bytes=each.peak_bytes, level=each.level)
+        yield replace(solution, measured_bytes=each.peak_bytes, levels=each.levels)

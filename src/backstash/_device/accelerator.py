@@ -52,6 +52,8 @@ __all__ = ["Accelerator", "accelerator"]
 _nothing: Any = tuple  # a C function that does nothing
 _NOTHING = nullcontext()
 _tried_out: set[torch.device] = set()  # devices that this process has tested, waiting once for each
+_FILLED_BYTES = 64 << 20  # long enough that the host begins several fills while the device makes one
+_FILLS, _MOST_FILLS = 8, 256
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
 
 
@@ -196,6 +198,7 @@ class Accelerator(Device):
         self._savers: list[Any] = []  # the streams of all operations that have saved a tensor
         # Device memory of copies whose objects died before they ended, and their events.
         self.unfinished: deque[tuple[Any, Tensor]] = deque()
+        self._fill_seconds = 0.0  # see keep_busy
         # Source and target of a copy that has begun and has no event yet, in case of an interrupt.
         self._beginning: tuple[Tensor, Tensor] | None = None
 
@@ -460,6 +463,19 @@ class Accelerator(Device):
         for mark in (since, until):
             mark.synchronize()
         return float(since.elapsed_time(until)) / 1e3
+
+    def keep_busy(self, seconds: float) -> None:
+        """See :meth:`Device.keep_busy`. Fills memory, which every device can."""
+        with suppress(torch.OutOfMemoryError):
+            memory = self._empty(_FILLED_BYTES)
+            if not self._fill_seconds:
+                memory.zero_()
+                began = self.time_mark()
+                for _ in range(_FILLS):
+                    memory.zero_()
+                self._fill_seconds = self.seconds_between(began, self.time_mark()) / _FILLS
+            for _ in range(min(_MOST_FILLS, int(seconds / max(self._fill_seconds, 1e-6)) + 1)):
+                memory.zero_()
 
     def has_passed(self, mark: Any) -> bool:
         """See :meth:`Device.has_passed`."""

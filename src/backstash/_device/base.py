@@ -196,6 +196,10 @@ class Device(ABC):
     def seconds_between(self, since: Any, until: Any) -> float:
         """Return the seconds between two points in time. The host waits for both."""
 
+    def keep_busy(self, seconds: float) -> None:  # noqa: B027
+        """Give the current stream about this much work, so that what is given to it next waits for the device
+        and not for the host: only then do two points in time show what the device needs."""
+
     @abstractmethod
     def has_passed(self, mark: Any) -> bool:
         """Return whether a point in time has passed."""

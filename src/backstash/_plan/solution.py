@@ -30,7 +30,7 @@ class Solution:
     """After this many blocks all blocks stay, unmanaged; ``None``: the stash manages each block."""
     measured_bytes: int | None = None
     """Of choices that were measured before: their peak, which is predicted again."""
-    level: int = 0
+    levels: tuple[int, ...] = ()
     """Which cut of each region is recomputed, see :meth:`Trace.cut_at`."""
     beside_bytes: int = 0
     """Bytes that measured steps held in addition to the blocks in place; 0 if unknown."""

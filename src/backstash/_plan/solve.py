@@ -36,6 +36,7 @@ _SWAPS = 40  # swaps tried in each
 _SWAPPED_BLOCKS = 8_000  # tries times blocks, at most
 _CHANGED_BLOCKS = 400  # with at most so many blocks, the best solution tries more windows
 _FEW_BLOCKS = 16  # with at most so many blocks, all swapped solutions do
+_MIXED = 3  # mixtures of two cuts tried
 _MIB = 1 << 20
 
 
@@ -95,15 +96,32 @@ def solve_with_cuts(
     allowed: Sequence[str] | None = None,
     windows: tuple[int | None, int | None] = (None, None),
 ) -> Solution:
-    """As :func:`solve`, where also a part of each region may be recomputed: of all regions the cut of the same
-    price, or the whole."""
+    """As :func:`solve`, where also a part of a region may be recomputed: a cut of it.
+
+    First all regions have the cut of the same price, or none. Between the two best of these lie the solutions
+    in which the first regions have the one, and the others the other.
+    """
     first = solve(trace, budget, allowed=allowed, windows=windows)
-    found = [first]
+    found: dict[tuple[int, ...], Solution] = {(): first}
     if REGION in _names(trace, allowed) and any(name != "keep" for name in first.choices):
+        count = len(trace.regions)
+
+        def attempt(levels: tuple[int, ...]) -> None:
+            if levels not in found:
+                part = solve(trace.cut_at(levels), budget, allowed=allowed, windows=windows)
+                found[levels] = replace(part, levels=levels)
+
         for level in range(1, trace.levels + 1):
-            part = solve(trace.cut_at(level), budget, allowed=allowed, windows=windows)
-            found.append(replace(part, level=level))
-    return replace(best_of(found), bound_seconds=min(each.bound_seconds for each in found))
+            attempt((level,) * count)
+        one, *others = sorted(found, key=lambda each: rank(found[each]))
+        for other in others[:1] if count > 1 else ():
+            first_part, rest = ((each or (0,) * count) for each in (other, one))
+            for share in range(1, _MIXED + 1):
+                at = count * share // (_MIXED + 1)
+                attempt((*first_part[:at], *rest[at:]))
+    return replace(
+        best_of([*found.values()]), bound_seconds=min(each.bound_seconds for each in found.values())
+    )
 
 
 def _swapped(

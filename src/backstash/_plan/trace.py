@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from typing import Any, Literal
 
@@ -187,11 +187,13 @@ class Trace:
         """The largest number of cuts of a region."""
         return max((len(each.cuts) for each in self.regions), default=0)
 
-    def cut_at(self, level: int) -> Trace:
-        """Return the same step with a part of each region recomputed: see :meth:`TracedRegion.cut_at`."""
-        if not level:
+    def cut_at(self, levels: Sequence[int]) -> Trace:
+        """Return the same step with a part of each region recomputed, see :meth:`TracedRegion.cut_at`; no
+        levels: the whole of each."""
+        if not any(levels):
             return self
-        return replace(self, regions=tuple(each.cut_at(level) for each in self.regions))
+        regions = zip(self.regions, levels, strict=True)
+        return replace(self, regions=tuple(each.cut_at(level) for each, level in regions))
 
     def computing(self, seconds: float) -> Trace:
         """Return the same step with this many seconds of computing. Options and replays keep their own measured

@@ -101,6 +101,9 @@ class ForwardPlan(Protocol):
     def note_discarded(self, tensor: Tensor, value: int) -> None:
         """A save was discarded of the value of this number, in a forward of which a part stays."""
 
+    def keep_busy(self) -> None:
+        """Keep the device busy while the host begins a replay whose operations are timed."""
+
     def pause(self) -> Any:
         """Exclude what follows from the step's measurement until :meth:`end_trial`, which gets what this
         returns."""
@@ -375,6 +378,8 @@ class Call:
         same = [each for each in unknown if each[1]._version == each[2]]
         try:
             targets = [(held.state, held.place) for held, _, _ in same]
+            if timed is not None and self._planned is not None:
+                self._planned.keep_busy()
             values = replay(targets, region.unpack, timed)
         except InplaceError:
             raise  # a value differs from plain PyTorch's

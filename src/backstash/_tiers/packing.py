@@ -35,6 +35,8 @@ from .resident import ResidentSet
 
 __all__ = ["Packer", "Price", "Replayable", "decode_separately"]
 
+_AHEAD_SECONDS = 5e-4  # as the host needs for one replay or codec
+
 
 class Price(NamedTuple):
     """The cost of packing or recomputing a block."""
@@ -191,12 +193,17 @@ class Packer:
             self._replayed.add(key)
         return reason
 
-    def _compare(self, block: Block, replay: Replayable, given: list[Tensor]) -> str:
-        """Return why ``replay`` of these values is not ``block``; ``""`` if it is. Records its duration."""
+    def _compare(
+        self, block: Block, replay: Replayable, given: list[Tensor], *, is_timed: bool = False
+    ) -> str:
+        """Return why ``replay`` of these values is not ``block``; ``""`` if it is. ``is_timed``: record its
+        duration."""
         alias = block.placement.alias
         assert alias is not None
         with without_function_modes(), torch.no_grad(), profiled("replay", block.cleanup.module):
             values = alias.as_strided((block.nbytes // alias.element_size(),), (1,), 0)
+            if is_timed:
+                self._keep_busy()
             began = self._now()
             try:
                 out = replay.result(given)
@@ -204,7 +211,8 @@ class Packer:
                 if isinstance(error, torch.OutOfMemoryError):
                     raise
                 return f"PyTorch raised an error when {replay!r}"
-            self._replay_seconds = self._seconds_since(began)
+            if is_timed:
+                self._replay_seconds = self._seconds_since(began)
             if not torch.equal(integers(values.view(block.dtype)), integers(out)):
                 return f"{replay!r} does not give the same bytes"
         return ""
@@ -216,6 +224,7 @@ class Packer:
         try:
             if self._is_first(type(codec), block.dtype):
                 self._encode(block, codec)
+            self._keep_busy()
             began = self._now()
             encoded = self._encode(block, codec)
             seconds = self._seconds_since(began)
@@ -242,9 +251,10 @@ class Packer:
             if self._is_first(key):
                 self._compare(block, replay, given)
                 self._mark(alias.untyped_storage())
-            if self._compare(block, replay, given):
+            if self._compare(block, replay, given, is_timed=True):
                 return None
             self._replayed.add(key)
+            self._keep_busy()
             began = self._now()
             if self._mark(alias.untyped_storage()) is None:
                 return None
@@ -259,6 +269,10 @@ class Packer:
             return False
         self._priced.add(key)
         return True
+
+    def _keep_busy(self) -> None:
+        if self._device is not None:
+            self._device.keep_busy(_AHEAD_SECONDS)
 
     def _now(self) -> Any:
         device = self._device

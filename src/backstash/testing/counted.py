@@ -151,6 +151,9 @@ class CountedDevice(Accelerator):
         self.counts["copies_up"] += 1
         return super().up(source, after)
 
+    def keep_busy(self, seconds: float) -> None:
+        """See :meth:`Device.keep_busy`. What it counts has no time."""
+
     def prepare_marks(self) -> None:
         """See :meth:`Device.prepare_marks`."""
 
