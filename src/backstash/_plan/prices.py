@@ -14,6 +14,7 @@ from .trace import Option
 __all__ = ["Candidate", "by_prices", "earliest", "holding_least"]
 
 _ROUNDS = 120  # of the subgradient method
+_SHARES = (0.0, None, 0.5, 1.0)  # of the regions, that earliest() recomputes; see there
 _MOMENTS = 6  # most moments that bind
 
 
@@ -205,15 +206,45 @@ def holding_least(problem: Problem, *, again: bool) -> list[str]:
 
 
 def earliest(problem: Problem, windows: Windows) -> list[Candidate]:
-    """Return choices that free the fewest of the first saved blocks, so that all later ones are unmanaged.
+    """Return choices that free the fewest of the first saved blocks: they have the most time to move, and all
+    later ones are unmanaged.
 
-    Each freed block takes the option that is cheapest per byte. If regions can be recomputed, a second
-    candidate recomputes those that lie wholly among the freed blocks.
+    A freed block takes the option that is cheapest per byte, once where transfers cost their time and once where
+    they are hidden. With each of them also the first regions are recomputed: those that lie wholly among the
+    freed blocks, or a fixed part of all.
     """
-    trace, links = problem.trace, problem.trace.links
-    link_seconds = 1 / links.down_rate + 1 / links.up_rate
+    count = len(problem.trace.blocks)
+    links = problem.trace.links
+    found = []
+    for link_seconds in (1 / links.down_rate + 1 / links.up_rate, 0.0):
+        cheapest = _cheapest_freeing(problem, link_seconds)
+
+        def up_to(count: int, share: float | None, cheapest: Sequence[str] = cheapest) -> list[str]:
+            choices = [
+                name if min(end, len(cheapest)) <= count else "keep"
+                for name, end in zip(cheapest, problem.ends, strict=True)
+            ]
+            first = len(problem.regions) if share is None else int(len(problem.regions) * share)
+            for region in problem.regions[:first]:
+                if share is not None or max(region.members) < count:
+                    for member in region.members:
+                        choices[member] = REGION
+            return choices
+
+        for share in _SHARES if problem.regions else (0.0,):
+            few, many = 0, count  # the answer lies between these
+            while few < many:
+                middle = (few + many) // 2
+                peak_bytes = problem.forecast(up_to(middle, share), windows).peak_bytes
+                few, many = (few, middle) if peak_bytes <= problem.budget else (middle + 1, many)
+            found.append(Candidate(up_to(many, share), link_seconds))
+    return found
+
+
+def _cheapest_freeing(problem: Problem, link_seconds: float) -> list[str]:
+    """Return, for each block, the option that frees a byte at the least cost; ``"keep"`` if none frees any."""
     cheapest = []
-    for block in range(len(trace.blocks)):
+    for block in range(len(problem.trace.blocks)):
         now = problem.option(block, "keep")
         freeing = [
             (
@@ -225,26 +256,4 @@ def earliest(problem: Problem, windows: Windows) -> list[Candidate]:
             if option.resident_bytes < now.resident_bytes
         ]
         cheapest.append(min(freeing)[1] if freeing else "keep")
-
-    def up_to(count: int, *, again: bool) -> list[str]:
-        choices = [
-            name if min(end, len(cheapest)) <= count else "keep"
-            for name, end in zip(cheapest, problem.ends, strict=True)
-        ]
-        for region in problem.regions if again else ():
-            if max(region.members) < count:
-                for member in region.members:
-                    choices[member] = REGION
-        return choices
-
-    found = []
-    for again in (False, True) if problem.regions else (False,):
-        few, many = 0, len(cheapest)  # the answer lies between these
-        while few < many:
-            middle = (few + many) // 2
-            fits = (
-                problem.forecast(up_to(middle, again=again), windows).peak_bytes <= problem.budget
-            )
-            few, many = (few, middle) if fits else (middle + 1, many)
-        found.append(Candidate(up_to(many, again=again), link_seconds))
-    return found
+    return cheapest
