@@ -3,7 +3,6 @@ choices."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -105,17 +104,11 @@ def by_prices(problem: Problem, windows: Windows, first: int) -> tuple[float, li
         down_price = up_price = 0.0
         value_before = float("-inf")
         best_here: _Turn | None = None
-        shares: list[Counter[str]] = [Counter() for _ in table.groups]
-        again = [0] * len(table.composites)
         for number in range(_ROUNDS):
             per_moved_byte = down_price / links.down_rate + up_price / links.up_rate
             turn = _cheapest(table, memory_prices, per_moved_byte)
             value = turn.cost - sum(p * c for p, c in zip(memory_prices, capacity, strict=True))
             value -= down_price * spare_down + up_price * spare_up
-            if 2 * number >= _ROUNDS:
-                for share, (name, _option) in zip(shares, turn.chosen, strict=True):
-                    share[name] += 1
-                again = [count + runs for count, runs in zip(again, turn.again, strict=True)]
             best_bound = max(best_bound, value)
             if best_here is None or value > value_before:
                 value_before, best_here = value, turn
@@ -133,8 +126,7 @@ def by_prices(problem: Problem, windows: Windows, first: int) -> tuple[float, li
         assert best_here is not None
         names = [name for name, _option in best_here.chosen]
         choices = _assigned(problem, table, names, best_here.again)
-        for each in (choices, _shared_out(problem, table, shares, again)):
-            candidates.append(Candidate(each, link_seconds))
+        candidates.append(Candidate(choices, link_seconds))
         outcome = problem.forecast(choices, windows)
         if outcome.peak_bytes <= problem.budget or outcome.peak_moment in moments:
             break
@@ -155,45 +147,6 @@ def _assigned(
         for region in composite.regions if runs else ():
             for block in problem.regions[region].members:
                 choices[block] = REGION
-    return choices
-
-
-def _shared_out(
-    problem: Problem, table: Table, shares: list[Counter[str]], again: list[int]
-) -> list[str]:
-    """Return choices in the proportions in which the prices chose while they settled; ``again`` counts the
-    turns in which each composite was recomputed.
-
-    Their average tends to the best fractional choice (Shor 1985; Larsson, Patriksson and Stromberg 1999). In a
-    group, the earliest saved blocks move, since their writes have the most time, and the latest stay. The
-    earliest regions are recomputed, which backward needs last.
-    """
-    choices = [""] * len(problem.trace.blocks)
-    turns = sum(shares[0].values()) if shares else 1
-    for composite, count in zip(table.composites, again, strict=True):
-        runs = int(len(composite.regions) * count / turns + 0.5)
-        for region in composite.regions[:runs]:
-            for block in problem.regions[region].members:
-                choices[block] = REGION
-    members: list[list[int]] = [[] for _ in table.groups]
-    for block in sorted(range(len(choices)), key=problem.saves.__getitem__):
-        if not choices[block]:
-            members[table.group_of[block]].append(block)
-    for group, blocks, share in zip(table.groups, members, shares, strict=True):
-        options = dict(group.options)
-        total = sum(share.values())
-        order = sorted(
-            share,
-            key=lambda name: (not options[name].moved_bytes, options[name].resident_bytes),
-        )
-        at, due = 0, 0.0
-        for name in order:
-            due += len(blocks) * share[name] / total
-            while at < len(blocks) and at + 0.5 <= due:
-                choices[blocks[at]] = name
-                at += 1
-        for block in blocks[at:]:
-            choices[block] = order[-1]
     return choices
 
 
