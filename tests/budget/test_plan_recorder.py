@@ -283,7 +283,7 @@ def test_a_step_of_another_shape_counts_where_it_exceeds():
 def corrected(of, peak, predicted, budget, saved, *, is_left=False, can_hold_less=True):
     of.follow(predicted, saved, is_left=is_left)
     of.exceed(peak, 1.0)
-    return of.correct(budget, budget * 49 // 50, can_hold_less=can_hold_less)
+    return of.correct(budget, can_hold_less=can_hold_less)
 
 
 def test_a_plan_is_made_again_until_the_peak_is_what_was_predicted():
@@ -339,7 +339,7 @@ def test_all_is_left_where_what_was_measured_has_room_for_it_until_that_exceeds(
     of.exceed(900, 1.0)
     assert not of.leave_all(101, 1000, 1100)
     assert of.leave_all(100, 1000, 1100) and of.bias_bytes == -100
-    assert corrected(of, 1051, 1000, 1050, 500, is_left=True) and of.bias_bytes == 0
+    assert corrected(of, 1051, 1000, 1050, 500, is_left=True) and of.bias_bytes == -49
     of.begin()
     of.exceed(900, 1.0)
     assert not of.leave_all(100, 1000, 1100), "it was tried"
@@ -488,13 +488,13 @@ def test_the_bias_of_choices_that_were_measured_before_is_of_what_was_simulated(
     assert corrected(of, 1110, 1000, 1050, 500) and of.bias_bytes == 110
     of.follow(980, 500, is_left=False, simulated_peak_bytes=960)
     of.exceed(1060, 1.0)
-    assert of.correct(1050, 1029) and of.bias_bytes == 110, "100 are in it"
+    assert of.correct(1050) and of.bias_bytes == 110, "100 are in it"
     of.follow(980, 500, is_left=False, simulated_peak_bytes=960)
     of.exceed(1080, 1.0)
-    assert of.correct(1050, 1029) and of.bias_bytes == 120
+    assert of.correct(1050) and of.bias_bytes == 120
     of.follow(980, 500, is_left=False, simulated_peak_bytes=960)
     of.exceed(985, 1.0)
-    assert not of.correct(1050, 1029), "as predicted"
+    assert not of.correct(1050), "as predicted"
 
 
 def test_the_bias_is_of_what_was_simulated_and_not_of_more_that_was_predicted():
@@ -502,7 +502,7 @@ def test_the_bias_is_of_what_was_simulated_and_not_of_more_that_was_predicted():
     of.bias_bytes, of.beside_bytes, of._planned_bytes = -285, 400, 500
     of.follow(930, 500, is_left=False, simulated_peak_bytes=980, resident_peak_bytes=530)
     of.exceed(970, 1.0)
-    assert of.correct(1000, 980) and of.bias_bytes == 970 - 980
+    assert of.correct(1000) and of.bias_bytes == 970 - 980
     assert of.beside_bytes == 970 - 530
 
 
@@ -536,54 +536,25 @@ def test_a_forward_that_ended_in_another_step_is_none_of_this_one():
     assert seconds(trace_of(step, LINKS, Costs(), "disk")) == [1.0]
 
 
-def test_what_exceeded_goes_part_of_the_way_back_to_what_kept_the_budget_and_then_all_the_way():
-    """900 were held with 1000 simulated, and 1100 with 1100: 980 are expected with 1040."""
-    of = Corrections()
-    assert corrected(of, 900, 1000, 1000, 500) and of.bias_bytes == -75
-    assert corrected(of, 1100, 1025, 1000, 500) and of.bias_bytes == -60
-    assert corrected(of, 1010, 980, 1000, 500) and of.bias_bytes == 0
-    assert corrected(of, 1010, 980, 1000, 500) and of.bias_bytes == 30, "it has grown"
-
-
 def test_after_less_than_predicted_it_is_known_what_was_held_beside_the_blocks_in_place():
     """Of 300 that were held less, the windows may have been to hold all."""
     of = Corrections()
     of._planned_bytes = 500
     of.follow(980, 500, is_left=False, resident_peak_bytes=200)
     of.exceed(680, 1.0)
-    assert of.correct(1000, 980) and of.bias_bytes == -225
+    assert of.correct(1000) and of.bias_bytes == -225
     assert of.beside_bytes == 680 - 200
     of.follow(980, 500, is_left=False, resident_peak_bytes=480)
     of.exceed(970, 1.0)
-    assert not of.correct(1000, 980) and of.bias_bytes == -225, "as predicted"
+    assert not of.correct(1000) and of.bias_bytes == -225, "as predicted"
     assert of.beside_bytes == 970 - 480, "as long as the bias is of windows that were not full"
     of.follow(980, 500, is_left=False, resident_peak_bytes=500)
     of.exceed(1010, 1.0)
-    assert of.correct(1000, 980) and of.beside_bytes == 1010 - 500, "it has become more"
+    assert of.correct(1000) and of.beside_bytes == 1010 - 500, "it has become more"
     for end in (of.begin_larger, lambda: of.run_short(10)):
         of.beside_bytes = 1
         end()
         assert of.beside_bytes is None, "of another step, or another device"
-
-
-@pytest.mark.parametrize(
-    ("kept", "exceeded", "bias"),
-    [
-        ((990, 950), (1100, 1025), -50),
-        ((900, 950), (1100, 900), -50),
-        ((900, 1050), (1010, 980), -10),
-    ],
-)
-def test_what_exceeded_goes_back_all_the_way_where_no_line_tells_more(kept, exceeded, bias):
-    """What kept the budget used more of it than plans do; what exceeded was to hold as much, or less."""
-    of = Corrections()
-    of._planned_bytes = 500
-    of.follow(1030, 500, is_left=False, simulated_peak_bytes=kept[1])
-    of.bias_bytes = 30
-    of.exceed(kept[0], 1.0)
-    of.correct(1000, 980)
-    kept_bias, of.bias_bytes = of._kept.bias_bytes, bias
-    assert corrected(of, *exceeded, 1000, 500) and of.bias_bytes == kept_bias == 30
 
 
 def test_a_second_run_takes_what_one_took_that_was_compared_and_the_hooks_of_its_saves():

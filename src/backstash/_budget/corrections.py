@@ -7,10 +7,6 @@ full. Three quarters of an undershoot are credited, as far as there is space for
 place, given the memory held in addition to them. There are at most four corrections, and more only while the
 budget is exceeded and a plan could hold less.
 
-If an earlier plan, made with a larger correction, kept the budget, the next one lies between the two, by
-linear interpolation of measured over simulated peaks. If that exceeds the budget too, the earlier correction
-is used.
-
 Later, steps are measured again after three in a row that take over a tenth longer or shorter than predicted.
 If bytes then move at another rate, or the step computes for another time, by a tenth, a new plan is made for
 it. Each further check waits for twice as many steps.
@@ -18,7 +14,7 @@ it. Each further check waits for twice as many steps.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from .._plan.trace import Trace
 from .record import StepRecord, links_of, typical
@@ -37,29 +33,6 @@ _COMPUTING_STEPS = 2  # fewest steps that show a new computing time
 _SAMPLED = 8  # samples of a step: with fewer, no sampling thread ran
 
 
-@dataclass(frozen=True, slots=True)
-class _KeptPlan:
-    """A plan that kept the budget."""
-
-    bias_bytes: int
-    """The bias that it was made with."""
-    simulated_peak_bytes: int
-    measured_peak_bytes: int
-    may_go_between: bool = True
-    """Whether no plan was made yet between this one and one that exceeded the budget."""
-
-    def bias_between(self, simulated_bytes: int, measured_bytes: int, usable: int) -> int:
-        """Return the bias for a plan that holds ``usable`` bytes, by interpolation from this plan to one
-        that exceeded the budget. It is at most this plan's bias, and equal to it if interpolation was tried
-        before."""
-        if not self.may_go_between:
-            return self.bias_bytes
-        grown = measured_bytes - self.measured_peak_bytes
-        more = simulated_bytes - self.simulated_peak_bytes
-        bound = self.simulated_peak_bytes + more * (usable - self.measured_peak_bytes) // grown
-        return min(self.bias_bytes, usable - bound)
-
-
 class Corrections:
     """Learn from measured steps how far the predicted peaks of one planner's plans were off."""
 
@@ -73,7 +46,6 @@ class Corrections:
         place; the most of these. The next plan is expected to hold as much in addition to its own. ``None``: as
         the simulation says."""
         self._least_bias_bytes: int | None = None  # with a smaller bias the budget was exceeded
-        self._kept: _KeptPlan | None = None  # the last plan that kept the budget
         # The plan's predicted and simulated peaks, the bytes that its step saves, and whether all blocks are
         # unmanaged.
         self._predicted_peak_bytes = self._simulated_peak_bytes = self._planned_bytes = 0
@@ -178,14 +150,14 @@ class Corrections:
     def begin_larger(self) -> None:
         """Allow as many corrections again: a plan is being made for larger steps."""
         self._replans = 0
-        self._kept = self.beside_bytes = None
+        self.beside_bytes = None
 
     def run_short(self, nbytes: int) -> None:
         """Use this many bytes less from now on: the device did not have the whole budget."""
         self.bias_bytes += nbytes
         self.short_bytes += nbytes
         self._least_bias_bytes = self.bias_bytes
-        self._kept = self.beside_bytes = None
+        self.beside_bytes = None
 
     def forget_followed(self) -> None:
         """Forget the measured times of steps: they have been used, or belong to no plan."""
@@ -213,16 +185,11 @@ class Corrections:
         return max(peak for peak, _ in self._figures), typical(seconds)
 
     @property
-    def _kept_now(self) -> _KeptPlan:
-        assert self.measured is not None
-        return _KeptPlan(self.bias_bytes, self._simulated_peak_bytes, self.measured[0])
-
-    @property
     def _little(self) -> float:
         """Bytes by which a peak may differ from the prediction without a correction."""
         return min(_SPARED * self._predicted_peak_bytes, self._planned_bytes / _SPARED_OF_SAVED)
 
-    def correct(self, budget: int, usable: int, *, can_hold_less: bool = True) -> bool:
+    def correct(self, budget: int, *, can_hold_less: bool = True) -> bool:
         """Update the bias from what was measured. Return whether to plan again.
 
         Plan again if the budget was exceeded; after a few times only if a plan can hold less. Plan again, a few
@@ -233,7 +200,6 @@ class Corrections:
 
         Args:
             budget: in bytes.
-            usable: bytes of it that plans use.
             can_hold_less: whether another plan could hold less.
         """
         assert self.measured is not None
@@ -254,16 +220,8 @@ class Corrections:
             if was_kept:  # its measured peak was predicted, not simulated + bias
                 off = peak - self._simulated_peak_bytes - self.bias_bytes
                 bias_bytes = self.bias_bytes + max(0, off)
-            kept, self._kept = self._kept, None
-            if kept is not None and kept.bias_bytes > self.bias_bytes:
-                # The measured peak grows faster than the simulated one.
-                between = kept.bias_between(self._simulated_peak_bytes, peak, usable)
-                bias_bytes = between if between > self.bias_bytes else kept.bias_bytes
-                if bias_bytes < kept.bias_bytes:
-                    self._kept = replace(kept, may_go_between=False)
             self._least_bias_bytes = bias_bytes
         else:
-            self._kept = self._kept_now
             if self._is_left or self._replans >= _CORRECTIONS or abs(off) <= self._little:
                 return False
             if off < 0:
@@ -291,7 +249,7 @@ class Corrections:
         peak = self.measured[0] + moved_bytes
         if peak > usable:
             return False
-        self._kept, self.bias_bytes = self._kept_now, peak - predicted_peak_bytes
+        self.bias_bytes = peak - predicted_peak_bytes
         return True
 
     def as_now(self, trace: Trace, per_moved_byte: float, *, runs_again: bool) -> Trace:

@@ -697,7 +697,7 @@ class Planner(Controller):
         if not is_left:
             choices, windows = solution.choices, solution.windows
             self._keep_if_it_fits(trace, choices, windows, measured[0], solution.levels)
-        is_other = self._corrections.correct(self._budget, usable, can_hold_less=solution.fits)
+        is_other = self._corrections.correct(self._budget, can_hold_less=solution.fits)
         now = self._corrections.as_now(
             trace, self._costs.per_moved_byte, runs_again=REGION in solution.choices
         )
