@@ -31,10 +31,10 @@ from backstash._budget.guard import MemoryGuard
 from backstash._budget.meter import ProcessMeter
 from backstash._budget.meter import _sample as sample
 from backstash._budget.record import typical_costs
-from backstash._budget.solving import Beside, Kept, Solving
+from backstash._budget.solving import Kept, Solving
 from backstash._core.admission import FITS
 from backstash._plan.simulate import Windows
-from backstash._plan.solve import follow, solve
+from backstash._plan.solve import follow
 from backstash._plan.trace import Links, Moment, Option, Trace, TracedBlock
 from backstash.errors import BudgetError, SizeError, StashWarning, UsageError
 from backstash.plan import Plan, StepFigures, usable_bytes
@@ -1669,36 +1669,6 @@ def test_what_was_measured_of_other_steps_is_no_choice():
     for is_near in (False, True):
         found = solved(known, is_near=is_near, target=3 * MIB - 1, choice="keep", rate=1e8)
         assert found.fits and (found.choices == ("keep",) * 2) != is_near, "moving one takes longer"
-
-
-def test_a_plan_keeps_no_more_in_place_than_it_may_whatever_fits():
-    options = {"keep": Option(MIB), "disk": Option(0, 0.1, 0.1, MIB)}
-    blocks = tuple(TracedBlock("", MIB, dict(options)) for _ in range(8))
-    moments = [("save", at) for at in range(8)]
-    moments += [(kind, at) for at in reversed(range(8)) for kind in ("use", "free")]
-    trace = Trace(blocks, tuple(Moment(*each, 0.1, MIB) for each in moments), Links(1e9, 1e9))
-
-    def kept(most, target=16):
-        solving = Solving((MIB, MIB), {})
-        beside = Beside(9 * MIB, most * MIB) if most is not None else None
-        solving.begin(trace, target * MIB, allowed=["keep", "disk"], beside=beside)
-        solving.wait()
-        found = solving.found[1]
-        assert found.fits and found.forecast.peak_bytes <= target * MIB
-        bound = solve(
-            trace, target * MIB, allowed=["keep", "disk"], windows=(MIB, MIB)
-        ).bound_seconds
-        assert found.bound_seconds == bound, "of the target"
-        resident = found.forecast.resident_peak_bytes
-        assert resident == found.choices.count("keep") * MIB
-        seen = 9 * MIB + resident if beside else 0
-        assert found.predicted_bytes(-5 * MIB) == max(found.forecast.peak_bytes - 5 * MIB, seen)
-        return found.choices.count("keep")
-
-    assert kept(None) == kept(8) == 8
-    assert 2 <= kept(3) <= 3 and 4 <= kept(5) <= 5
-    assert kept(4, target=4) < 4, "no more than fits"
-    assert kept(-9) == 0, "as few as there are"
 
 
 def test_measured_choices_that_move_more_in_the_same_time_are_not_planned_again():

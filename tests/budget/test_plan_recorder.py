@@ -497,15 +497,6 @@ def test_the_bias_of_choices_that_were_measured_before_is_of_what_was_simulated(
     assert not of.correct(1050), "as predicted"
 
 
-def test_the_bias_is_of_what_was_simulated_and_not_of_more_that_was_predicted():
-    of = Corrections()
-    of.bias_bytes, of.beside_bytes, of._planned_bytes = -285, 400, 500
-    of.follow(930, 500, is_left=False, simulated_peak_bytes=980, resident_peak_bytes=530)
-    of.exceed(970, 1.0)
-    assert of.correct(1000) and of.bias_bytes == 970 - 980
-    assert of.beside_bytes == 970 - 530
-
-
 def test_looks_count_where_nothing_is_sampled():
     of = Corrections()
     of.follow(100, 100, is_left=False)
@@ -534,27 +525,6 @@ def test_a_forward_that_ended_in_another_step_is_none_of_this_one():
     """As where a backward in the middle of it began the step that is recorded."""
     step = record(told("leave", 0.5, number=0), told("save", 1.0, number=0))
     assert seconds(trace_of(step, LINKS, Costs(), "disk")) == [1.0]
-
-
-def test_after_less_than_predicted_it_is_known_what_was_held_beside_the_blocks_in_place():
-    """Of 300 that were held less, the windows may have been to hold all."""
-    of = Corrections()
-    of._planned_bytes = 500
-    of.follow(980, 500, is_left=False, resident_peak_bytes=200)
-    of.exceed(680, 1.0)
-    assert of.correct(1000) and of.bias_bytes == -225
-    assert of.beside_bytes == 680 - 200
-    of.follow(980, 500, is_left=False, resident_peak_bytes=480)
-    of.exceed(970, 1.0)
-    assert not of.correct(1000) and of.bias_bytes == -225, "as predicted"
-    assert of.beside_bytes == 970 - 480, "as long as the bias is of windows that were not full"
-    of.follow(980, 500, is_left=False, resident_peak_bytes=500)
-    of.exceed(1010, 1.0)
-    assert of.correct(1000) and of.beside_bytes == 1010 - 500, "it has become more"
-    for end in (of.begin_larger, lambda: of.run_short(10)):
-        of.beside_bytes = 1
-        end()
-        assert of.beside_bytes is None, "of another step, or another device"
 
 
 def test_a_second_run_takes_what_one_took_that_was_compared_and_the_hooks_of_its_saves():

@@ -3,8 +3,7 @@
 Three steps after the first one are measured. One is enough if all steps save the same and it held far less
 than predicted. backstash plans again if the peak exceeded the budget, or if it differs from the prediction by
 more than a fiftieth of it or a sixteenth of the saved bytes, whichever is less. An overshoot is subtracted in
-full. Three quarters of an undershoot are credited, as far as there is space for more blocks in
-place, given the memory held in addition to them. There are at most four corrections, and more only while the
+full. Three quarters of an undershoot are credited. There are at most four corrections, and more only while the
 budget is exceeded and a plan could hold less.
 
 Later, steps are measured again after three in a row that take over a tenth longer or shorter than predicted.
@@ -41,15 +40,10 @@ class Corrections:
         """Bytes added to each simulated peak."""
         self.short_bytes = 0
         """Part of the bias that is due to a device with less memory than the budget."""
-        self.beside_bytes: int | None = None
-        """Bytes that a plan that held less than predicted, or a later one, held in addition to its blocks in
-        place; the most of these. The next plan is expected to hold as much in addition to its own. ``None``: as
-        the simulation says."""
         self._least_bias_bytes: int | None = None  # with a smaller bias the budget was exceeded
         # The plan's predicted and simulated peaks, the bytes that its step saves, and whether all blocks are
         # unmanaged.
         self._predicted_peak_bytes = self._simulated_peak_bytes = self._planned_bytes = 0
-        self._resident_peak_bytes = 0  # simulated peak of its blocks in place
         self._is_left = False
         self._saved_bytes = 0  # of the last step measured under the plan
         self._figures: list[
@@ -76,7 +70,6 @@ class Corrections:
         is_left: bool,
         is_measured: bool = False,
         simulated_peak_bytes: int | None = None,
-        resident_peak_bytes: int = 0,
     ) -> None:
         """Follow a plan from now on.
 
@@ -86,9 +79,7 @@ class Corrections:
             is_left: every block stays in place, unmanaged.
             is_measured: the plan is the same as before, and only its predicted peak changes.
             simulated_peak_bytes: peak without the bias; default: the predicted peak minus the bias.
-            resident_peak_bytes: the part of the peak that is blocks in place.
         """
-        self._resident_peak_bytes = resident_peak_bytes
         if simulated_peak_bytes is None:
             simulated_peak_bytes = predicted_peak_bytes - self.bias_bytes
         self._simulated_peak_bytes = simulated_peak_bytes
@@ -150,14 +141,12 @@ class Corrections:
     def begin_larger(self) -> None:
         """Allow as many corrections again: a plan is being made for larger steps."""
         self._replans = 0
-        self.beside_bytes = None
 
     def run_short(self, nbytes: int) -> None:
         """Use this many bytes less from now on: the device did not have the whole budget."""
         self.bias_bytes += nbytes
         self.short_bytes += nbytes
         self._least_bias_bytes = self.bias_bytes
-        self.beside_bytes = None
 
     def forget_followed(self) -> None:
         """Forget the measured times of steps: they have been used, or belong to no plan."""
@@ -195,9 +184,6 @@ class Corrections:
         Plan again if the budget was exceeded; after a few times only if a plan can hold less. Plan again, a few
         times, if the peak differs from the prediction, unless every block is unmanaged.
 
-        If the peak was less than predicted, the difference may be windows that were never full, which is not
-        space for blocks. So :attr:`beside_bytes` records what was held in addition to the blocks in place.
-
         Args:
             budget: in bytes.
             can_hold_less: whether another plan could hold less.
@@ -210,9 +196,6 @@ class Corrections:
         bias_bytes = self.bias_bytes + off * 3 // 4
         if off > 0:
             bias_bytes = max(self.bias_bytes + off, peak - self._simulated_peak_bytes)
-        beside_bytes = max(0, peak - self._resident_peak_bytes)
-        if self.beside_bytes is not None:
-            self.beside_bytes = max(self.beside_bytes, beside_bytes)
         if peak > budget:
             if not can_hold_less and self._replans >= _CORRECTIONS:
                 return False
@@ -224,8 +207,6 @@ class Corrections:
         else:
             if self._is_left or self._replans >= _CORRECTIONS or abs(off) <= self._little:
                 return False
-            if off < 0:
-                self.beside_bytes = beside_bytes
         if self._least_bias_bytes is not None:
             bias_bytes = max(bias_bytes, self._least_bias_bytes)
         if bias_bytes == self.bias_bytes and not was_kept:

@@ -59,7 +59,7 @@ from .planned import Planned, RecomputedRegion
 from .record import Costs, StepRecord, beside_left, links_of, trace_of
 from .recording import StepRecording
 from .shape import EndedStep, StepShape
-from .solving import Beside, Kept, Solving, left_alone
+from .solving import Kept, Solving, left_alone
 
 __all__ = ["Planner", "auto_budget", "held_and_spare"]
 
@@ -920,12 +920,7 @@ class Planner(Controller):
             self._target(),
             allowed=self._allowed(),
             spare_bytes=spare_bytes,
-            beside=self._beside(),
         )
-
-    def _beside(self) -> Beside | None:
-        nbytes = self._corrections.beside_bytes
-        return Beside(nbytes, usable_bytes(self._budget) - nbytes) if nbytes is not None else None
 
     def _adopt(self, *, begins_step: bool = True) -> None:
         before, (trace, solution, smallest) = self._solving.taken, self._solving.take()
@@ -988,7 +983,6 @@ class Planner(Controller):
             is_left=is_left,
             is_measured=is_same,
             simulated_peak_bytes=solution.forecast.peak_bytes,
-            resident_peak_bytes=solution.forecast.resident_peak_bytes,
         )
         if not self._first_steps.learns:
             self._first_steps.forget()

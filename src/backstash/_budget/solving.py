@@ -11,12 +11,11 @@ from .._plan.solution import Solution, best_of
 from .._plan.solve import follow, smallest_budget, solve_with_cuts
 from .._plan.trace import Trace, TracedBlock
 
-__all__ = ["Beside", "Kept", "Solved", "Solving", "left_alone"]
+__all__ = ["Kept", "Solved", "Solving", "left_alone"]
 
 Solved = tuple[Trace, Solution, int]
 """The trace that was planned for, the solution, and the smallest budget that such a step can keep."""
 
-_LOWERED = 2  # lower targets tried if too many bytes would stay in place
 _ALIKE = 0.01  # step times that differ by a smaller part count as equal
 
 
@@ -42,16 +41,6 @@ class Kept:
     """Whether that is more of the budget than plans use."""
     levels: tuple[int, ...] = ()
     """See :attr:`Solution.levels`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Beside:
-    """Measured memory of a plan that held less than predicted."""
-
-    nbytes: int
-    """Bytes that it held in addition to its blocks in place."""
-    most_resident_bytes: int
-    """Most bytes of blocks in place that fit in addition to these."""
 
 
 class Solving:
@@ -100,12 +89,8 @@ class Solving:
         *,
         allowed: Sequence[str],
         spare_bytes: int = 0,
-        beside: Beside | None = None,
     ) -> None:
-        """Begin to solve for ``target`` bytes, leaving ``spare_bytes`` of them free if possible.
-
-        ``beside`` says what steps hold in addition to blocks in place; ``None`` if that is unknown.
-        """
+        """Begin to solve for ``target`` bytes, leaving ``spare_bytes`` of them free if possible."""
         self._kept = {
             choices: each for choices, each in self._kept.items() if each.blocks is trace.blocks
         }
@@ -114,10 +99,10 @@ class Solving:
         def work() -> None:
             try:
                 planned_for = trace.raised(spare_bytes)
-                solution = self._solved(planned_for, target, allowed, beside)
+                solution = self._solved(planned_for, target, allowed)
                 if not solution.fits and spare_bytes:
                     planned_for = trace
-                    solution = self._solved(trace, target, allowed, beside)
+                    solution = self._solved(trace, target, allowed)
                 best = solution
                 for is_near in (False, True):
                     if not is_near or not best.fits:
@@ -145,23 +130,8 @@ class Solving:
                 thread  # after an interrupt before this line, wait() does not wait for it
             )
 
-    def _solved(
-        self, trace: Trace, target: int, allowed: Sequence[str], beside: Beside | None
-    ) -> Solution:
-        first = solution = solve_with_cuts(trace, target, allowed=allowed, windows=self._windows)
-        if beside is None:
-            return solution
-        lower = target
-        for _ in range(_LOWERED):
-            over = solution.forecast.resident_peak_bytes - beside.most_resident_bytes
-            if over <= 0 or solution.forecast.peak_bytes > lower:
-                break
-            lower = solution.forecast.peak_bytes - over
-            found = solve_with_cuts(trace, lower, allowed=allowed, windows=self._windows)
-            # It is for this target all the same, and so is the bound.
-            fits, bound = found.forecast.peak_bytes <= target, first.bound_seconds
-            solution = replace(found, fits=fits, bound_seconds=bound)
-        return replace(solution, beside_bytes=beside.nbytes)
+    def _solved(self, trace: Trace, target: int, allowed: Sequence[str]) -> Solution:
+        return solve_with_cuts(trace, target, allowed=allowed, windows=self._windows)
 
     @property
     def is_running(self) -> bool:

@@ -32,16 +32,12 @@ class Solution:
     """Of choices that were measured before: their peak, which is predicted again."""
     levels: tuple[int, ...] = ()
     """Which cut of each region is recomputed, see :meth:`Trace.cut_at`."""
-    beside_bytes: int = 0
-    """Bytes that measured steps held in addition to the blocks in place; 0 if unknown."""
 
     def predicted_bytes(self, bias_bytes: int) -> int:
         """Return the predicted peak, where measured steps exceeded the simulation by this many bytes."""
         if self.measured_bytes is not None:
             return self.measured_bytes
-        simulated = self.forecast.peak_bytes + bias_bytes
-        seen = self.beside_bytes + self.forecast.resident_peak_bytes if self.beside_bytes else 0
-        return max(simulated, seen)
+        return self.forecast.peak_bytes + bias_bytes
 
 
 def best_of(solutions: Sequence[Solution], alike: float = _ALIKE) -> Solution:
