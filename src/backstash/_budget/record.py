@@ -87,9 +87,7 @@ class StepRecord:
         """Return the mean seconds of a hook (one of ``_HOOKS``) per block, without waits, and without the hook
         that begins the step, which takes the record of the step before."""
         seconds = sum(
-            own
-            for event, own in _own_seconds(self)
-            if event[0] == kind and event[1] > self.began
+            own for event, own in _own_seconds(self) if event[0] == kind and event[1] > self.began
         )
         return seconds / max(1, self.blocks)
 

@@ -52,7 +52,9 @@ __all__ = ["Accelerator", "accelerator"]
 _nothing: Any = tuple  # a C function that does nothing
 _NOTHING = nullcontext()
 _tried_out: set[torch.device] = set()  # devices that this process has tested, waiting once for each
-_FILLED_BYTES = 64 << 20  # long enough that the host begins several fills while the device makes one
+_FILLED_BYTES = (
+    64 << 20
+)  # long enough that the host begins several fills while the device makes one
 _FILLS, _MOST_FILLS = 8, 256
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
 

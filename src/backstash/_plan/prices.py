@@ -3,17 +3,17 @@ choices."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from .simulate import Windows
 from .table import REGION, Group, Problem, Table, added_seconds
 from .trace import Option
 
-__all__ = ["Candidate", "by_prices", "earliest", "holding_least"]
+__all__ = ["Candidate", "by_prices", "earliest", "holding_least", "least_prefix"]
 
-_ROUNDS = 120  # of the subgradient method
-_SHARES = (0.0, None, 0.5, 1.0)  # of the regions, that earliest() recomputes; see there
+_ROUNDS = 40  # of the subgradient method
 _MOMENTS = 6  # most moments that bind
 
 
@@ -159,39 +159,42 @@ def holding_least(problem: Problem, *, again: bool) -> list[str]:
 
 
 def earliest(problem: Problem, windows: Windows) -> list[Candidate]:
-    """Return choices that free the fewest of the first saved blocks: they have the most time to move, and all
-    later ones are unmanaged.
+    """Return choices that free the fewest of the first saved blocks, so that all later ones are unmanaged.
 
-    A freed block takes the option that is cheapest per byte, once where transfers cost their time and once where
-    they are hidden. With each of them also the first regions are recomputed: those that lie wholly among the
-    freed blocks, or a fixed part of all.
+    Each freed block takes the option that is cheapest per byte. If regions can be recomputed, a second
+    candidate recomputes those that lie wholly among the freed blocks.
     """
-    count = len(problem.trace.blocks)
     links = problem.trace.links
+    link_seconds = 1 / links.down_rate + 1 / links.up_rate
+    cheapest = _cheapest_freeing(problem, link_seconds)
+
+    def up_to(count: int, *, again: bool) -> list[str]:
+        choices = [
+            name if min(end, len(cheapest)) <= count else "keep"
+            for name, end in zip(cheapest, problem.ends, strict=True)
+        ]
+        for region in problem.regions if again else ():
+            if max(region.members) < count:
+                for member in region.members:
+                    choices[member] = REGION
+        return choices
+
     found = []
-    for link_seconds in (1 / links.down_rate + 1 / links.up_rate, 0.0):
-        cheapest = _cheapest_freeing(problem, link_seconds)
-
-        def up_to(count: int, share: float | None, cheapest: Sequence[str] = cheapest) -> list[str]:
-            choices = [
-                name if min(end, len(cheapest)) <= count else "keep"
-                for name, end in zip(cheapest, problem.ends, strict=True)
-            ]
-            first = len(problem.regions) if share is None else int(len(problem.regions) * share)
-            for region in problem.regions[:first]:
-                if share is not None or max(region.members) < count:
-                    for member in region.members:
-                        choices[member] = REGION
-            return choices
-
-        for share in _SHARES if problem.regions else (0.0,):
-            few, many = 0, count  # the answer lies between these
-            while few < many:
-                middle = (few + many) // 2
-                peak_bytes = problem.forecast(up_to(middle, share), windows).peak_bytes
-                few, many = (few, middle) if peak_bytes <= problem.budget else (middle + 1, many)
-            found.append(Candidate(up_to(many, share), link_seconds))
+    for again in (False, True) if problem.regions else (False,):
+        count = least_prefix(problem, windows, functools.partial(up_to, again=again))
+        found.append(Candidate(up_to(count, again=again), link_seconds))
     return found
+
+
+def least_prefix(problem: Problem, windows: Windows, up_to: Callable[[int], Sequence[str]]) -> int:
+    """Return how many of the first blocks the choices ``up_to`` of them have to free so that the step fits; all
+    of them if it never does."""
+    few, many = 0, len(problem.trace.blocks)  # the answer lies between these
+    while few < many:
+        middle = (few + many) // 2
+        fits = problem.forecast(up_to(middle), windows).peak_bytes <= problem.budget
+        few, many = (few, middle) if fits else (middle + 1, many)
+    return many
 
 
 def _cheapest_freeing(problem: Problem, link_seconds: float) -> list[str]:

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from .mixed import mixed
 from .prices import by_prices, earliest, holding_least
 from .search import Search
 from .simulate import Forecast, Windows, simulate
@@ -30,13 +31,12 @@ from .trace import Option, Trace
 
 __all__ = ["follow", "smallest_budget", "solve", "solve_with_cuts"]
 
-_FILLED = 12  # so many of the best candidates are filled
+_FILLED = 4  # so many of the best candidates are filled
 _SWAPPED = 2  # so many of the best filled ones have changes swapped; more in a step of few blocks
 _SWAPS = 40  # swaps tried in each
 _SWAPPED_BLOCKS = 8_000  # tries times blocks, at most
 _CHANGED_BLOCKS = 400  # with at most so many blocks, the best solution tries more windows
 _FEW_BLOCKS = 16  # with at most so many blocks, all swapped solutions do
-_MIXED = 3  # mixtures of two cuts tried
 _MIB = 1 << 20
 
 
@@ -96,32 +96,22 @@ def solve_with_cuts(
     allowed: Sequence[str] | None = None,
     windows: tuple[int | None, int | None] = (None, None),
 ) -> Solution:
-    """As :func:`solve`, where also a part of a region may be recomputed: a cut of it.
-
-    First all regions have the cut of the same price, or none. Between the two best of these lie the solutions
-    in which the first regions have the one, and the others the other.
-    """
-    first = solve(trace, budget, allowed=allowed, windows=windows)
-    found: dict[tuple[int, ...], Solution] = {(): first}
-    if REGION in _names(trace, allowed) and any(name != "keep" for name in first.choices):
-        count = len(trace.regions)
-
-        def attempt(levels: tuple[int, ...]) -> None:
-            if levels not in found:
-                part = solve(trace.cut_at(levels), budget, allowed=allowed, windows=windows)
-                found[levels] = replace(part, levels=levels)
-
-        for level in range(1, trace.levels + 1):
-            attempt((level,) * count)
-        one, *others = sorted(found, key=lambda each: rank(found[each]))
-        for other in others[:1] if count > 1 else ():
-            first_part, rest = ((each or (0,) * count) for each in (other, one))
-            for share in range(1, _MIXED + 1):
-                at = count * share // (_MIXED + 1)
-                attempt((*first_part[:at], *rest[at:]))
-    return replace(
-        best_of([*found.values()]), bound_seconds=min(each.bound_seconds for each in found.values())
-    )
+    """As :func:`solve`, where also a part of a region may be recomputed: a cut of it. See :mod:`.mixed`."""
+    found = [solve(trace, budget, allowed=allowed, windows=windows)]
+    names = _names(trace, allowed)
+    if REGION in names and trace.regions and any(name != "keep" for name in found[0].choices):
+        mixtures = [
+            each
+            for sizes in _windows(trace, windows)
+            for each in mixed(trace, budget, names, sizes)
+        ]
+        mixtures.sort(key=lambda each: rank(each[0]))
+        for one, search in mixtures[:_FILLED]:
+            better = search.swap(search.fill(one), _SWAPS)
+            better = search.change_windows(better, windows)
+            left_after = search.problem.left_after(better.choices)
+            found.append(replace(better, left_after=left_after, levels=one.levels))
+    return replace(best_of(found), bound_seconds=found[0].bound_seconds)
 
 
 def _swapped(

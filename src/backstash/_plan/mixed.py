@@ -1,0 +1,106 @@
+"""Plans that recompute more and more of the regions, and move the first blocks.
+
+A region can be recomputed as a whole, or a cut of it, which frees less and takes less time. The cheapest bytes
+come first: of all regions the cuts whose bytes cost the least, then the next ones, and the first regions before
+the last, which backward needs first. With so many of these changes as one likes, the first of the blocks that
+are left move, since their transfers have the most time: as few as the budget allows. Between recomputing
+nothing and everything a few such mixtures are simulated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from .prices import least_prefix
+from .search import Search
+from .simulate import Windows
+from .solution import Solution
+from .table import REGION, Problem
+from .trace import Trace
+
+__all__ = ["mixed"]
+
+_MIXTURES = 16  # tried between recomputing nothing and everything
+_LEAST_PART = 64  # blocks smaller than 1/64 of the largest one do not move
+
+
+class _Change(NamedTuple):
+    """More of a region is recomputed."""
+
+    seconds_per_byte: float
+    region: int
+    level: int
+    """See :meth:`TracedRegion.cut_at`."""
+
+
+def mixed(
+    trace: Trace, budget: int, names: Sequence[str], windows: Windows
+) -> list[tuple[Solution, Search]]:
+    """Return the mixtures, each with the search that may improve it.
+
+    Args:
+        trace: the step, with regions.
+        budget: the most bytes of memory at any moment.
+        names: of the options that may be chosen.
+        windows: of the two directions.
+    """
+    changes = sorted(each for at in range(len(trace.regions)) for each in _changes(trace, at))
+    counts = {len(changes) * at // _MIXTURES for at in range(_MIXTURES + 1)}
+    return [_mixture(trace, budget, names, windows, changes[:count]) for count in sorted(counts)]
+
+
+def _changes(trace: Trace, at: int) -> list[_Change]:
+    """Return the changes of one region, on the lower convex hull of its seconds over the bytes that it frees."""
+    region = trace.regions[at]
+    points = [(0, 0.0, 0)]
+    for level in (*range(len(region.cuts), 0, -1), 0):  # the whole is the last
+        cut = region.cut_at(level)
+        freed = sum(trace.blocks[each].nbytes for each in cut.members) + cut.small_bytes
+        seconds = cut.save_seconds + cut.use_seconds
+        while points[1:] and _slope(points[-2], points[-1]) >= _slope(
+            points[-1], (freed, seconds, level)
+        ):
+            points.pop()
+        if freed > points[-1][0]:
+            points.append((freed, seconds, level))
+    return [_Change(_slope(one, other), at, other[2]) for one, other in pairwise(points)]
+
+
+def _slope(one: tuple[int, float, int], other: tuple[int, float, int]) -> float:
+    return (other[1] - one[1]) / max(1, other[0] - one[0])
+
+
+def _mixture(
+    trace: Trace,
+    budget: int,
+    names: Sequence[str],
+    windows: Windows,
+    changes: Sequence[_Change],
+) -> tuple[Solution, Search]:
+    of = {each.region: each.level for each in changes}
+    levels = tuple(of.get(at, 0) for at in range(len(trace.regions)))
+    problem = Problem(
+        trace.cut_at(levels), budget, names, (windows.inflight_bytes, windows.prefetch_bytes)
+    )
+    start = ["keep"] * len(trace.blocks)
+    for at in of:
+        for member in problem.regions[at].members:
+            start[member] = REGION
+    least_bytes = max(each.nbytes for each in trace.blocks) // _LEAST_PART
+    moves: dict[int, str] = {}
+    for block, name in enumerate(start):
+        for other, option in problem.options(block) if name != REGION else ():
+            if option.moved_bytes > least_bytes:
+                moves[block] = other
+
+    def up_to(count: int) -> list[str]:
+        return [moves.get(at, name) if at < count else name for at, name in enumerate(start)]
+
+    choices = tuple(up_to(least_prefix(problem, windows, up_to)))
+    forecast = problem.forecast(choices, windows)
+    solution = Solution(
+        choices, windows, forecast, 0.0, fits=forecast.peak_bytes <= budget, levels=levels
+    )
+    return solution, Search(problem, windows, 0.0)
