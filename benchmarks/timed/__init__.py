@@ -1,8 +1,8 @@
 """An accelerator without data, ``torch.device("timed")``, whose time is played: see ``device.cpp``.
 
-:func:`register` builds it where it has not been built, and makes it this process's accelerator, for good. From
-then on ``time.perf_counter`` is the host's clock of the play, which moves on with each Python call of a function
-of the package, or of PyTorch's checkpoint, in the calling thread and in that of the device's backward.
+:func:`register` builds it where it has not been built, and makes it this process's accelerator, for good.
+From then on ``time.perf_counter`` is the host's clock of the play, which moves on with each Python call of a
+function of the package, or of PyTorch's checkpoint, in the calling thread and in that of the device's backward.
 """
 
 from __future__ import annotations

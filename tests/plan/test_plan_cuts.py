@@ -124,15 +124,15 @@ def test_a_part_is_recomputed_where_that_is_cheaper_than_the_whole():
     trace = cut_trace()
     (region,) = trace.regions
     assert region.cuts == (RegionCut((1,), (0,), pytest.approx(0.01), (0,)),)
-    part = trace.cut_at(1).regions[0]
+    part = trace.cut_at((1,)).regions[0]
     assert part.use_seconds == pytest.approx(0.1) and part.stays == (0,) and part.inputs == (0,)
     found = solve_with_cuts(trace, 3 * MIB - 1, windows=(0, 0))
-    assert found.fits and found.level == 1 and found.choices == ("keep", "region", "keep")
+    assert found.fits and found.levels == (1,) and found.choices == ("keep", "region", "keep")
     assert (
         found.forecast.step_seconds
         < solve(trace, 3 * MIB - 1, windows=(0, 0)).forecast.step_seconds
     )
-    assert solve_with_cuts(trace, 3 * MIB + 1).level == 0, "it fits"
+    assert not any(solve_with_cuts(trace, 3 * MIB + 1).levels), "it fits"
 
 
 def test_cuts_are_written_and_read():
@@ -168,8 +168,8 @@ def test_a_part_of_each_module_is_recomputed(monkeypatch, tmp_path, stays, opera
     )
 
     def part_alone(trace, target, **options):
-        assert trace.levels == 1
-        return replace(solve(trace.cut_at(1), target, **options), level=1)
+        levels = (1,) * len(trace.regions)
+        return replace(solve(trace.cut_at(levels), target, **options), levels=levels)
 
     monkeypatch.setattr(solving, "solve_with_cuts", part_alone)
     memory = CountedMemory(monkeypatch, inflight="2MiB", prefetch="2MiB")

@@ -365,7 +365,8 @@ class Planner(Controller):
             if 0 < beside <= _saved_by(trace):
                 trace = replace(trace, beside_left_bytes=beside)
         if not first.learns:  # in that case some steps may hold more
-            for pair in first.alike():
+            # On an accelerator the first of a pair held more for what it tried.
+            for pair in first.alike() if self._device is None else ():
                 held = [_most_other(self._traced(each, self._links, self._costs)) for each in pair]
                 differs = abs(held[0] - held[1])  # later steps will differ as much
             if self._tier is not None and first.largest_moved_all:

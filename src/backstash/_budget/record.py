@@ -198,9 +198,10 @@ def costs_of(
 
     The cost of a byte outside the hooks is the difference of the steps, but at least 0 and at most the time of
     its transfer. (A change of the machine's speed between the steps would add to the difference.) It is 0 where
-    copies take no computing time. There the hooks' time is the shorter one, too: the host waits for the device in
-    the step that tries what recomputing costs, which is then idle in each hook. The computing time is the shorter one of the two steps. The rest of the
-    longer one is due to other programs, or to the host locking or allocating memory.
+    copies take no computing time. There the hooks' time is the shorter one, too: in the step that tries what
+    recomputing costs the host waits for the device, which is then idle in each hook. The computing time is the
+    shorter one of the two steps. The rest of the longer one is due to other programs, or to the host locking or
+    allocating memory.
     """
     moved_bytes = full.moved_bytes
     if not moved_bytes:
@@ -268,7 +269,7 @@ def beside_left(costs: Costs, blocks: int, left_seconds: float | None) -> Costs:
     )
 
 
-class _Aside:
+class _TimeAside:
     """The time in which the computing thread waited or was in a hook of the stash, as a function of time.
 
     By the clock, and not by the order of the events: the first hook of a step begins before the step's first
@@ -308,7 +309,7 @@ class _Intervals:
     def __init__(self, record: StepRecord, per_moved_byte: float) -> None:
         self._samples = deque(record.samples)
         self._per_moved_byte = per_moved_byte
-        self._aside = _Aside(record)
+        self._aside = _TimeAside(record)
         self._before, self._transferred = record.began, 0
         self.computed = 0.0  # up to the last moment
         # Seconds of moved bytes that did not fit into the intervals up to the last moment.

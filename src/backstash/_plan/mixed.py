@@ -26,7 +26,7 @@ _MIXTURES = 16  # tried between recomputing nothing and everything
 _LEAST_PART = 64  # blocks smaller than 1/64 of the largest one do not move
 
 
-class _Change(NamedTuple):
+class _Upgrade(NamedTuple):
     """More of a region is recomputed."""
 
     seconds_per_byte: float
@@ -46,13 +46,13 @@ def mixed(
         names: of the options that may be chosen.
         windows: of the two directions.
     """
-    changes = sorted(each for at in range(len(trace.regions)) for each in _changes(trace, at))
+    changes = sorted(each for at in range(len(trace.regions)) for each in _upgrades(trace, at))
     counts = {len(changes) * at // _MIXTURES for at in range(_MIXTURES + 1)}
     return [_mixture(trace, budget, names, windows, changes[:count]) for count in sorted(counts)]
 
 
-def _changes(trace: Trace, at: int) -> list[_Change]:
-    """Return the changes of one region, on the lower convex hull of its seconds over the bytes that it frees."""
+def _upgrades(trace: Trace, at: int) -> list[_Upgrade]:
+    """Return the changes of one region: the lower convex hull of its seconds over the bytes that it frees."""
     region = trace.regions[at]
     points = [(0, 0.0, 0)]
     for level in (*range(len(region.cuts), 0, -1), 0):  # the whole is the last
@@ -65,7 +65,7 @@ def _changes(trace: Trace, at: int) -> list[_Change]:
             points.pop()
         if freed > points[-1][0]:
             points.append((freed, seconds, level))
-    return [_Change(_slope(one, other), at, other[2]) for one, other in pairwise(points)]
+    return [_Upgrade(_slope(one, other), at, other[2]) for one, other in pairwise(points)]
 
 
 def _slope(one: tuple[int, float, int], other: tuple[int, float, int]) -> float:
@@ -77,7 +77,7 @@ def _mixture(
     budget: int,
     names: Sequence[str],
     windows: Windows,
-    changes: Sequence[_Change],
+    changes: Sequence[_Upgrade],
 ) -> tuple[Solution, Search]:
     of = {each.region: each.level for each in changes}
     levels = tuple(of.get(at, 0) for at in range(len(trace.regions)))

@@ -182,11 +182,6 @@ class Trace:
         )
         return replace(self, moments=moments, tail_other_bytes=self.tail_other_bytes + nbytes)
 
-    @property
-    def levels(self) -> int:
-        """The largest number of cuts of a region."""
-        return max((len(each.cuts) for each in self.regions), default=0)
-
     def cut_at(self, levels: Sequence[int]) -> Trace:
         """Return the same step with a part of each region recomputed, see :meth:`TracedRegion.cut_at`; no
         levels: the whole of each."""

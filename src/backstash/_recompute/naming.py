@@ -81,8 +81,8 @@ class Naming:
 def largest_modules(root: nn.Module, saved: Mapping[str, int], total: int) -> list[nn.Module]:
     """Return the largest modules, ``root`` included, that save at most an eighth of ``total`` each.
 
-    The root of a step may be one of many: a program may call its blocks itself. A module that saves up to half is returned, too, if its own forward, and not its submodules, saves much of
-    it.
+    The root of a step may be one of many: a program may call its blocks itself. A module that saves up to half
+    is returned, too, if its own forward, and not its submodules, saves much of it.
 
     Args:
         root: the outermost module.
