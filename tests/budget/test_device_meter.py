@@ -119,6 +119,7 @@ def test_a_device_that_waits_for_the_host_computes_nothing(meter, device):
             return super().memory()
 
     meter.start()
+    device.seconds = 0.25
     began = meter.hook_begins()
     device.__class__ = Slow
     tell(meter, device, "save", 0, at=1.0, held=101, ours=1)
@@ -130,9 +131,22 @@ def test_a_device_that_waits_for_the_host_computes_nothing(meter, device):
     measured = end(meter, device, at=4.0)
     assert measured.looking_seconds == pytest.approx(3 * 0.125)
     step = StepRecord(measured, {0: "class"})
-    assert step.hook_seconds("pack hook") == pytest.approx(1.5 - 0.125)
+    assert step.hook_seconds("pack hook") == pytest.approx(1.25 - 0.125)
     assert step.unmeasured_seconds == pytest.approx(4.0 - 3 * 0.125)
-    assert step.computing_seconds == pytest.approx(4.0 - 1.5 - 2 * 0.125)
+    assert step.computing_seconds == pytest.approx(4.0 - 1.25 - 2 * 0.125)
+
+
+def test_the_hook_that_begins_a_step_takes_nothing_from_later_operations(meter, device):
+    """It takes the record of the step before, while the device has nothing to do."""
+    meter.start()
+    began = meter.hook_begins()
+    tell(meter, device, "save", 0, at=10.0, held=101, ours=1)
+    meter.hook_took("pack hook", began)
+    tell(meter, device, "use", 0, at=11.0, held=101, ours=1)
+    tell(meter, device, "free", 0, at=13.0, held=100, ours=0)
+    measured = end(meter, device, at=13.0)
+    assert [each.seconds for each in moments(measured)] == pytest.approx([0.0, 1.0, 2.0])
+    assert StepRecord(measured, {0: "class"}).hook_seconds("pack hook") == 0.0
 
 
 def test_a_hook_that_began_when_nothing_was_measured_is_not_told(meter, device):

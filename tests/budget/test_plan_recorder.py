@@ -73,7 +73,7 @@ def test_the_first_hook_counts_from_its_step_on():
     step = record(
         told("save", 1.0, number=0), told("pack hook", -2.0, 2.5), told("use", 3.0, number=0)
     )
-    assert step.hook_seconds("pack hook") == pytest.approx(0.5)
+    assert step.hook_seconds("pack hook") == 0.0, "it also takes the record of the step before"
     assert step.computing_seconds == pytest.approx(3.5)
 
 

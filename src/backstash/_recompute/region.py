@@ -41,7 +41,7 @@ from .._torch.dispatch import count_dispatch_modes, innermost_mode
 from .._torch.dynamo import leave_untraced, untraced
 from .._torch.engine import queue_callback, task_or_none
 from .._torch.hook_stack import current_pair, own_pack
-from .._torch.modules import call_frame, is_running, module_path, running_modules
+from .._torch.modules import as_if_running, call_frame, is_running, module_path, running_modules
 from .._torch.schemas import RANDOM
 from .._torch.storages import storage_identity, storage_of
 from .._torch.trees import tree_flatten
@@ -61,6 +61,9 @@ _seeds = itertools.count()
 Graph = tuple[list[tuple[float, tuple[int, ...], tuple[int, ...]]], list[tuple[int, int]]]
 """The operations of a call that was replayed: seconds, and the numbers of the values that each reads and makes;
 and what the call saved: the number of the save, and the value's."""
+
+_Saved = tuple["Held", Tensor, int, list[nn.Module]]
+"""A tensor that was saved, with the number of the save in its call, and the modules that were running."""
 
 
 class ForwardPlan(Protocol):
@@ -160,8 +163,8 @@ class Call:
         self._traced: list[
             tuple[int, Held]
         ] = []  # what is only recorded, by the number of the save
-        self._unfilled: list[tuple[Held, Tensor, int]] = []  # whose operation may not have ended
-        self._filled: list[tuple[Held, Tensor, int]] = []  # whose has
+        self._unfilled: list[_Saved] = []  # whose operation may not have ended
+        self._filled: list[_Saved] = []  # whose has
         self._inputs = inputs
         self._planned = planned
         self._keeps = planned is not None and planned.forward is not None
@@ -215,16 +218,11 @@ class Call:
             return self._refuse(tensor, state.reason)
         if not self.region.admission.may_discard(tensor):
             return self._pack(tensor)
-        planned = self._planned
-        if planned is not None and planned.stays_at(number):
-            packed = self._pack(tensor)
-            tape.take_as_given(tensor)
-            return packed
         held = Held(self, state, place_of(tensor), tensor)
         if not tensor.requires_grad:
             # An operation may save a tensor before it fills it: check it when the operation has ended.
             held.packed = tensor.detach(), tensor._version
-            self._unfilled.append((held, tensor, number))
+            self._unfilled.append((held, tensor, number, running_modules()))
             tape.recorded = self._note_filled
             return held
         return self._handled(held, tensor, number, tape)
@@ -232,6 +230,10 @@ class Call:
     def _handled(self, held: Held, tensor: Tensor, number: int, tape: Tape) -> object:
         """Return ``held``, or the packed tensor if it cannot be discarded."""
         planned = self._planned
+        if planned is not None and planned.stays_at(number):
+            packed = self._pack(tensor)
+            tape.take_as_given(tensor)
+            return packed
         if held.state is None:
             reason = UNSEEN
         elif self._keeps and planned is not None:
@@ -319,17 +321,18 @@ class Call:
         """Look up the states of these tensors: the operation that saved them has ended."""
         tape, (unfilled, self._unfilled) = self.tape, (self._unfilled, [])
         assert tape is not None
-        for held, tensor, _ in unfilled:
+        for held, tensor, *_ in unfilled:
             held.state = tape.state_of(tensor)
         self._filled += unfilled
 
     def _settle(self, tape: Tape) -> None:
         """Discard the tensors that were filled after they were saved."""
         filled, self._filled = self._filled, []
-        for held, tensor, number in filled:
+        for held, tensor, number, modules in filled:
             if held.packed[1] != tensor._version:
                 continue  # changed in place, which is an error in plain PyTorch, too
-            packed = self._handled(held, tensor, number, tape)
+            with as_if_running(modules):
+                packed = self._handled(held, tensor, number, tape)
             if packed is not held:
                 held.packed = packed
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from types import FrameType
 from typing import Any
@@ -23,6 +25,7 @@ from .tensors import flattened, is_wrapper_subclass
 
 __all__ = [
     "CALL_CODE",
+    "as_if_running",
     "call_frame",
     "child_names",
     "compiled_around",
@@ -51,8 +54,12 @@ caller, the frame itself is read."""
 
 def running_modules(frame: FrameType | None = None) -> list[nn.Module]:
     """Return the modules whose forward is running on this thread, outermost first."""
-    modules = []
-    current = sys._getframe(1) if frame is None else frame
+    modules: list[nn.Module] = []
+    if frame is None:
+        if _late.modules is not None:
+            return _late.modules
+        frame = sys._getframe(1)
+    current: FrameType | None = frame
     while current is not None:
         caller = current.f_back
         if current.f_code is CALL_CODE:
@@ -60,9 +67,27 @@ def running_modules(frame: FrameType | None = None) -> list[nn.Module]:
             # for each local variable, and the caller has few.
             is_wrapped = caller is not None and caller.f_code is _WRAPPER_CODE
             modules.append((caller if is_wrapped else current).f_locals["self"])  # type: ignore[union-attr]
-        current = caller  # type: ignore[assignment]
+        current = caller
     modules.reverse()
     return modules
+
+
+class _Late(threading.local):
+    modules: list[nn.Module] | None = None
+
+
+_late = _Late()
+
+
+@contextmanager
+def as_if_running(modules: list[nn.Module]) -> Iterator[None]:
+    """Within it, :func:`running_modules` returns these: those that ran when a tensor was saved which is packed
+    later."""
+    before, _late.modules = _late.modules, modules
+    try:
+        yield
+    finally:
+        _late.modules = before
 
 
 def is_parameter(tensor: Tensor) -> bool:
