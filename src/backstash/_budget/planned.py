@@ -179,6 +179,13 @@ class Planned:
         if self._device is not None:
             self._device.keep_busy(_AHEAD_SECONDS)
 
+    def note_operand(self, packed: object) -> None:
+        """Record that ``packed`` is held only so that a replay can read it, unless it was saved before."""
+        if self.forward is not None and type(packed) is Entry:
+            serial = packed.block.cleanup.serial
+            if serial > self._latest:
+                self.forward.operands.add(serial)
+
     def mark(self) -> Any:
         """A point in time of the device that computes."""
         return time.perf_counter() if self._device is None else self._device.time_mark()

@@ -36,7 +36,7 @@ from .._device.base import Device
 from .._plan.regions import Forward, Regions
 from .._plan.simulate import Windows
 from .._plan.solve import smallest_budget
-from .._plan.table import REGION
+from .._plan.table import REGION, absent_operands
 from .._plan.trace import Links, Option, Trace
 from .._runtime.trace import EventLog
 from .._saved.block import Block
@@ -964,10 +964,16 @@ class Planner(Controller):
         is_left = self.follower.plan.state == "left alone"
         grown_bytes = max(solution.forecast.peak_bytes, solution.measured_bytes or 0) - at_start
         holds_too_much = not is_same and self._guard.plan_for(grown_bytes, is_left=is_left)
+        again = [
+            at
+            for at, each in enumerate(trace.cut_at(solution.levels).regions)
+            if solution.choices[each.members[0]] == REGION
+        ]
+        absent = absent_operands(trace.regions, again)
         held = [
             block.nbytes
-            for block, name in zip(trace.blocks, solution.choices, strict=True)
-            if name != REGION
+            for at, (block, name) in enumerate(zip(trace.blocks, solution.choices, strict=True))
+            if name != REGION and at not in absent
         ]
         self._bytes_at_start = at_start
         self._shape.follow(held, _saved_by(trace) - sum(held))

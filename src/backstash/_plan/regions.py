@@ -59,13 +59,16 @@ class Forward:
     """Seconds of the forward, without the stash's own."""
     inputs: list[int] = field(default_factory=list)
     """Numbers of the blocks of its inputs."""
+    operands: set[int] = field(default_factory=set)
+    """Numbers of the blocks that it holds only so that a replay can read them."""
     graph: CallGraph | None = None
     """The operations of this forward, if a replay of it, or of another forward of its module, was timed."""
 
     def add(self, number: int, block: int, nbytes: int, *, is_new: bool) -> None:
         """Record a save: of a new block, or of one that was saved before."""
-        if is_new:
+        if is_new or block in self.operands:
             self.nbytes += nbytes
+            self.operands.discard(block)
         elif block in self.saved.values():
             self.again[block] += 1
         else:
@@ -213,6 +216,7 @@ class Regions:
             }
             key = each.name, each.index
             self._stays[key] = self._stays.get(key, frozenset()) | shared
+            each.operands = {block for block in each.operands if not again[block]}
         return taken
 
     def follow(self, choices: Mapping[str, Sequence[bool]], stays: Stays) -> None:
@@ -261,6 +265,7 @@ def traced_regions(
                 each.small_bytes,
                 inputs,
                 _cuts(graph, each.saved, members, inputs, blocks, index),
+                operands=tuple(sorted(index[at] for at in each.operands if at in index)),
             )
         )
     return tuple(found)

@@ -78,8 +78,8 @@ def simulate(
     links, latency = trace.links, trace.links.latency_seconds
     stalled = down_free = up_free = 0.0
     all_stay = all(
-        each.resident_bytes == block.nbytes
-        for each, block in zip(choices, trace.blocks, strict=True)
+        each.resident_bytes == least.resident_bytes
+        for each, least in zip(choices, trace.left_alone(), strict=True)
     )
     clock = trace.beside_seconds(all_stay=all_stay)
     resident = inflight = ahead = resident_peak = 0

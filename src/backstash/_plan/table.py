@@ -4,13 +4,13 @@ parts."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from .simulate import Forecast, Windows, simulate
 from .trace import Option, Trace, TracedRegion
 
-__all__ = ["REGION", "Composite", "Group", "Problem", "Table", "added_seconds"]
+__all__ = ["REGION", "Composite", "Group", "Problem", "Table", "absent_operands", "added_seconds"]
 
 REGION = "region"
 """The choice of the members of a recomputed region."""
@@ -135,10 +135,21 @@ class Problem:
 
     def forecast(self, choices: Sequence[str], windows: Windows) -> Forecast:
         """Simulate the step with these choices."""
-        return simulate(self.trace, self.taken(choices), windows, self.running_again(choices))
+        again, taken = self.running_again(choices), self.taken(choices)
+        for block in absent_operands(self.regions, again):
+            taken[block] = _NOTHING
+        return simulate(self.trace, taken, windows, again)
 
 
 _NOTHING = Option(0)
+
+
+def absent_operands(regions: Sequence[TracedRegion], again: Collection[int]) -> set[int]:
+    """Return the blocks that a step does not have which recomputes only these regions."""
+    absent, present = set[int](), set[int]()
+    for at, region in enumerate(regions):
+        (present if at in again else absent).update(region.operands)
+    return absent - present
 
 
 def added_seconds(now: Option, then: Option, link_seconds: float) -> float:

@@ -104,6 +104,8 @@ class TracedRegion:
     :mod:`backstash._plan.cuts`."""
     stays: tuple[int, ...] = ()
     """The numbers of the saves that are held, if only a part is recomputed; see :meth:`cut_at`."""
+    operands: tuple[int, ...] = ()
+    """The blocks that exist only if it is recomputed, since a replay reads them."""
 
     def cut_at(self, level: int) -> TracedRegion:
         """Return this call with only a part of it recomputed: that of the cut ``level`` - 1, or the last one.
@@ -169,7 +171,11 @@ class Trace:
 
     def left_alone(self) -> list[Option]:
         """Return each block's option if all blocks stay in place (unmanaged), which costs no time."""
-        return [Option(block.nbytes) for block in self.blocks]
+        left = [Option(block.nbytes) for block in self.blocks]
+        for region in self.regions:
+            for operand in region.operands:
+                left[operand] = Option(0)
+        return left
 
     def span(self, kind: str) -> dict[int, int]:
         """Return each block's moment of this kind, as an index."""
@@ -245,7 +251,9 @@ class Trace:
             raise ValueError("a time, a size or a rate is negative or not finite")
         if not (self.links.down_rate and self.links.up_rate):
             raise ValueError("a transfer rate is 0")
-        members = [at for each in self.regions for at in (*each.members, *each.inputs)]
+        members = [
+            at for each in self.regions for at in (*each.members, *each.inputs, *each.operands)
+        ]
         cuts = [cut for each in self.regions for cut in each.cuts]
         members += [at for each in cuts for at in (*each.members, *each.inputs)]
         if not all(each.members and 0 <= each.part <= 1 for each in cuts):
@@ -295,6 +303,7 @@ class Trace:
                             "inputs": tuple(each.get("inputs", ())),
                             "cuts": tuple(_cut(cut) for cut in each.get("cuts", ())),
                             "stays": tuple(each.get("stays", ())),
+                            "operands": tuple(each.get("operands", ())),
                         }
                     )
                     for each in values.get("regions", ())

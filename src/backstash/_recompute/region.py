@@ -104,6 +104,9 @@ class ForwardPlan(Protocol):
     def note_discarded(self, tensor: Tensor, value: int) -> None:
         """A save was discarded of the value of this number, in a forward of which a part stays."""
 
+    def note_operand(self, packed: object) -> None:
+        """Record that ``packed`` is held only so that a replay can read it."""
+
     def keep_busy(self) -> None:
         """Keep the device busy while the host begins a replay whose operations are timed."""
 
@@ -276,7 +279,10 @@ class Call:
 
     def _hold_operand(self, tensor: Tensor, is_random: bool) -> object:
         packs = self._may_pack(tensor, is_random=is_random)
-        return self._pack_smaller(tensor) if packs else self._pack_exact(tensor)
+        packed = self._pack_smaller(tensor) if packs else self._pack_exact(tensor)
+        if self._planned is not None:
+            self._planned.note_operand(packed)
+        return packed
 
     def _may_pack(self, tensor: Tensor, *, is_random: bool) -> bool:
         # Not on the simulated accelerator: there the tensor was overwritten before its copy had ended.
