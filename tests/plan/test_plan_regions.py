@@ -21,6 +21,7 @@ from backstash import Stash
 from backstash._plan.choices import Choices
 from backstash._plan.regions import AGAIN, ONCE, Regions
 from backstash._plan.trace import Links
+from backstash._recompute.naming import largest_modules
 from backstash._torch.dispatch import dispatch_modes
 from backstash.errors import StashClosedError
 from backstash.plan import Plan
@@ -587,6 +588,37 @@ def test_modules_that_nobody_named_are_recomputed_where_not_everything_fits(
     assert memory.peaks[0] <= budget
     loaded.close()
     assert not hooks_of_all_modules()
+
+
+class Several(nn.Module):
+    """Its blocks are called by the program, and not by a module."""
+
+    def __init__(self, blocks):
+        super().__init__()
+        self.blocks = blocks
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_blocks_that_the_program_calls_itself_are_found(memory, tmp_path, only_regions):
+    net, budget = Several(model(Block)), OTHER + SAVED // 2 + 8 * MIB
+    stash = memory(budget=budget, disk=tmp_path)
+    true = step(net, Stash())
+    for _ in range(14):
+        assert same(step(net, stash), true)
+        plan = stash.plan
+    assert 1 <= count(plan, "region") < LAYERS
+    assert stash.stats().recomputed_bytes
+    stash.close()
+
+
+def test_a_root_is_chosen_before_what_is_in_it():
+    block = Block()
+    assert largest_modules(block, {"": 1, "layer": 30}, 8 * 31) == [block]
+    assert largest_modules(block, {"": 1, "layer": 30}, 31) == []
 
 
 @pytest.mark.parametrize("options", [{"recompute": False}, {"fits": True}, {"named": True}])

@@ -49,7 +49,7 @@ class Problem:
         self.saves, self.frees = self.trace.span("save"), self.trace.span("free")
         uses = self.uses = self.trace.span("use")
         self.first_use = min(uses.values(), default=len(moments))
-        self.untouched = self.trace.left_alone()
+        self.untouched = [Option(block.nbytes) for block in self.trace.blocks]
         blocks = range(len(self.untouched))
         # The stash sees a block's save after n blocks only if it still manages saves then.
         again = (each.saved_until + 1 if each.saved_until else 0 for each in self.trace.blocks)

@@ -1,0 +1,90 @@
+"""Plans that recompute more of some regions than of others, and move what is saved first."""
+
+from dataclasses import replace
+
+import pytest
+
+from backstash._plan.simulate import Windows
+from backstash._plan.solve import solve, solve_with_cuts
+from backstash._plan.table import REGION, Problem, absent_operands
+from backstash._plan.trace import Links, Moment, Option, RegionCut, Trace, TracedBlock, TracedRegion
+from counted_memory import MIB
+
+CALLS = 8
+NAMES = ["keep", "disk", REGION]
+
+
+def trace_of_calls(rate=1.0, operands=()):
+    """Of some equal calls: each saves a block that is cheap to recompute, and one that is dear.
+
+    ``operands``: for each call, another block, which only a replay of it reads.
+    """
+    each = 3 if operands else 2
+    options = {"keep": Option(MIB), "disk": Option(0, 0.0, 0.0, MIB)}
+    blocks = [TracedBlock(f"class {at % each}", MIB, options) for at in range(each * CALLS)]
+    moments = [Moment("save", at, 0.1, 0) for at in range(len(blocks))]
+    for at in reversed(range(len(blocks))):
+        moments += [Moment("use", at, 0.1, 0), Moment("free", at, 0.1, 0)]
+    regions = [
+        TracedRegion(
+            "call",
+            (each * at, each * at + 1),
+            0.0,
+            1.1,
+            index=at,
+            cuts=(RegionCut((each * at,), (1,), 0.1 / 1.1, ()),),
+            operands=(each * at + 2,) if operands else (),
+        )
+        for at in range(CALLS)
+    ]
+    links = Links(rate * MIB, rate * MIB)
+    return Trace(tuple(blocks), tuple(moments), links, runs_ahead=True, regions=tuple(regions))
+
+
+def recomputed(trace, found):
+    """How many calls are recomputed as a whole, and how many in part."""
+    again = [
+        at for at, each in enumerate(trace.regions) if found.choices[each.members[0]] == REGION
+    ]
+    levels = found.levels or (0,) * CALLS
+    return sum(not levels[at] for at in again), sum(levels[at] > 0 for at in again)
+
+
+def test_the_cheapest_bytes_of_all_calls_come_first():
+    """Of 16 MiB so much is to go that the cheap blocks of the first calls suffice, or not quite."""
+    trace = trace_of_calls(rate=1e-3)
+    seconds = []
+    for gone in (2, 5, 7, 9, 11):
+        found = solve_with_cuts(trace, (2 * CALLS - gone) * MIB, allowed=NAMES)
+        whole, part = recomputed(trace, found)
+        assert found.fits and 2 * whole + part >= gone
+        assert whole == max(0, gone - CALLS), gone
+        seconds.append(found.forecast.step_seconds - trace.compute_seconds)
+        assert seconds[-1] == pytest.approx(1.1 * whole + 0.1 * part)
+    wholes = solve(trace, (2 * CALLS - 9) * MIB, allowed=NAMES)
+    assert seconds[3] < wholes.forecast.step_seconds - trace.compute_seconds
+
+
+def test_what_transfers_hide_is_moved_and_not_recomputed():
+    """The first blocks, which have the most time."""
+    trace = trace_of_calls(rate=10.0)
+    found = solve_with_cuts(trace, (2 * CALLS - 5) * MIB, allowed=NAMES)
+    assert found.forecast.step_seconds == pytest.approx(trace.compute_seconds)
+    moved = [at for at, name in enumerate(found.choices) if name == "disk"]
+    assert moved and max(moved) < CALLS, moved
+
+
+def test_what_only_a_replay_reads_is_there_only_with_it():
+    trace = trace_of_calls(operands=True)
+    problem, windows = Problem(trace, 0, NAMES), Windows(0, 0)
+    keep = ["keep"] * len(trace.blocks)
+    assert problem.forecast(keep, windows).peak_bytes == 2 * CALLS * MIB
+    for member in trace.regions[0].members:
+        keep[member] = REGION
+    # Two blocks less, and the one that their replay reads more.
+    assert problem.forecast(keep, windows).peak_bytes == (2 * CALLS - 1) * MIB
+    assert sum(each.resident_bytes for each in trace.left_alone()) == 2 * CALLS * MIB
+    assert absent_operands(trace.regions, [0]) == {2 + 3 * at for at in range(1, CALLS)}
+    shared = [replace(each, operands=(2,)) for each in trace.regions]
+    assert absent_operands(shared, [3]) == set(), "another region reads it, too"
+    assert Trace.from_dict(trace.as_dict()) == trace
