@@ -20,6 +20,7 @@ import backstash._saved.held
 from backstash import Stash
 from backstash._plan.choices import Choices
 from backstash._plan.regions import AGAIN, ONCE, Regions
+from backstash._plan.table import absent_operands
 from backstash._plan.trace import Links
 from backstash._recompute.naming import largest_modules
 from backstash._torch.dispatch import dispatch_modes
@@ -612,6 +613,35 @@ def test_blocks_that_the_program_calls_itself_are_found(memory, tmp_path, only_r
         plan = stash.plan
     assert 1 <= count(plan, "region") < LAYERS
     assert stash.stats().recomputed_bytes
+    stash.close()
+
+
+class Drops(nn.Module):
+    """Its child saves noise, which no operation with a gradient has made, and which is packed later."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.dropout = Layer(), nn.Dropout(0.3)
+
+    def forward(self, x):
+        return x + torch.erf(self.dropout(self.layer(x)))
+
+
+def test_what_is_packed_late_belongs_to_the_module_that_saved_it(memory, tmp_path):
+    """Or a plan would not know it in a forward that is not recorded."""
+    net = model(Drops)
+    stash = memory(budget=OTHER + 4 * SAVED // 5, disk=tmp_path)
+    with stash.recompute(*net):
+        for _ in range(12):
+            step(net, stash)
+            _ = stash.plan
+    trace = stash._planner.trace
+    only_read = absent_operands(trace.regions, [])  # by replays
+    assert only_read
+    groups = {each.group for at, each in enumerate(trace.blocks) if at not in only_read}
+    noise = {each for each in groups if "no operation" in each}
+    assert noise and all(each.startswith("*.dropout ") for each in noise), noise
+    assert not stash._planner._shape.is_unknown
     stash.close()
 
 

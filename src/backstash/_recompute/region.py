@@ -17,6 +17,7 @@ import random
 import threading
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from types import FrameType
 from typing import Any, Protocol
 
@@ -279,10 +280,21 @@ class Call:
 
     def _hold_operand(self, tensor: Tensor, is_random: bool) -> object:
         packs = self._may_pack(tensor, is_random=is_random)
-        packed = self._pack_smaller(tensor) if packs else self._pack_exact(tensor)
+        pack = self._pack_smaller if packs else self._pack_exact
+        modules = self._modules_that_saved(tensor)
+        with as_if_running(modules) if modules is not None else nullcontext():
+            packed = pack(tensor)
         if self._planned is not None:
             self._planned.note_operand(packed)
         return packed
+
+    def _modules_that_saved(self, tensor: Tensor) -> list[nn.Module] | None:
+        """Return the modules that were running when a tensor was saved that is still to be packed."""
+        storage = storage_identity(tensor.untyped_storage())
+        for _, saved, _, modules in (*self._filled, *self._unfilled):
+            if storage_identity(saved.untyped_storage()) == storage:
+                return modules
+        return None
 
     def _may_pack(self, tensor: Tensor, *, is_random: bool) -> bool:
         # Not on the simulated accelerator: there the tensor was overwritten before its copy had ended.
