@@ -627,6 +627,18 @@ def recomputed(place: Place) -> None:
     stash.close()
 
 
+def kept_busy(place: Place) -> None:
+    """What is given to a device that is kept busy for a while begins after that."""
+    index = torch.accelerator.current_device_index()
+    driver = _accelerator.accelerator(torch.device(place.device.type, index))
+    assert not isinstance(driver, str), driver
+    for seconds in (1e-3, 5e-3):
+        since = driver.time_mark()
+        driver.keep_busy(seconds)
+        took = driver.seconds_between(since, driver.time_mark())
+        assert took >= seconds * 0.9, (seconds, took)
+
+
 def graphs_in_turn(place: Place) -> None:
     """Several graphs alive at once, one dropped without backward, gradients accumulated."""
     model, stash = place.model(layers=4), place.stash(host=2048, inflight=8, prefetch=8)
@@ -1065,6 +1077,7 @@ CHECKS |= {
         memory_is_told,
         masks_packed,
         recomputed,
+        kept_busy,
         graphs_in_turn,
         save_on_cpu_of_ours,
         pinning_refused,
