@@ -11,6 +11,7 @@ from types import ModuleType
 
 import torch
 
+from backstash._device import accelerator
 from compiled import CannotBuild, compiled
 from engine_threads import wait_at_exit
 
@@ -40,6 +41,7 @@ def register() -> torch.device:
     torch.utils.rename_privateuse1_backend("simulated")
     torch._register_device_module("simulated", _module())
     torch.utils.generate_methods_for_privateuse1_backend()
+    accelerator._FILLED_BYTES = 1 << 20  # a fill of more takes long here, and is played long enough
     devices = [torch.device("simulated", each) for each in range(torch.accelerator.device_count())]
     wait_at_exit(lambda: devices)
     return devices[0]
