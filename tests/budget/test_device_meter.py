@@ -8,10 +8,11 @@ import torch
 from backstash import Stash
 from backstash._budget.device_meter import DeviceMeter
 from backstash._budget.record import Costs, StepRecord, trace_of
+from backstash._budget.solving import Solving
 from backstash._device.base import MemoryFigures
 from backstash._plan.simulate import Windows, simulate
 from backstash._plan.trace import Links, Moment, Option, Trace, TracedBlock
-from backstash.plan import Plan
+from backstash.plan import Plan, usable_bytes
 from backstash.testing import TwinDevice, stash_on
 
 MIB = 1 << 20
@@ -339,4 +340,24 @@ def test_a_step_begins_before_its_first_module_that_may_run_again_is_counted():
         counts = stash._session.planners[1].regions._counts
         assert list(counts.values()) == [3]
     y.sum().backward()
+    stash.close()
+
+
+def test_a_plan_may_take_more_of_the_margin_where_no_plan_changes_the_peak(monkeypatch):
+    """As an optimizer's, which an allocator counts exactly: a plan that only keeps below it fits."""
+    options = {"keep": Option(MIB), "host": Option(0, moved_bytes=MIB)}
+    moments = [Moment(kind, 0, 1.0, MIB) for kind in ("save", "use", "free")]
+
+    def trace(other):
+        blocks = (TracedBlock("class", MIB, options),)
+        return Trace(blocks, tuple(moments), Links(1e9, 1e9), tail_other_bytes=other * MIB)
+
+    stash = planned_on(TwinDevice(), budget=1000 * MIB)
+    (planner,) = stash._session.planners.values()
+    given = []
+    monkeypatch.setattr(Solving, "begin", lambda self, trace, target, **_: given.append(target))
+    for other in (500, 990, 1001):
+        planner._solve(trace(other))
+    usable = usable_bytes(1000 * MIB)
+    assert usable < 990 * MIB and given == [usable, 995 * MIB, usable]
     stash.close()

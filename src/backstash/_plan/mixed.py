@@ -22,7 +22,6 @@ from .trace import Trace
 
 __all__ = ["mixed"]
 
-_MIXTURES = 16  # tried between recomputing nothing and everything
 _LEAST_PART = 64  # blocks smaller than 1/64 of the largest one do not move
 
 
@@ -36,7 +35,7 @@ class _Upgrade(NamedTuple):
 
 
 def mixed(
-    trace: Trace, budget: int, names: Sequence[str], windows: Windows
+    trace: Trace, budget: int, names: Sequence[str], windows: Windows, count: int
 ) -> list[tuple[Solution, Search]]:
     """Return the mixtures, each with the search that may improve it.
 
@@ -45,10 +44,11 @@ def mixed(
         budget: the most bytes of memory at any moment.
         names: of the options that may be chosen.
         windows: of the two directions.
+        count: how many mixtures, without the one that recomputes nothing.
     """
     changes = sorted(each for at in range(len(trace.regions)) for each in _upgrades(trace, at))
-    counts = {len(changes) * at // _MIXTURES for at in range(_MIXTURES + 1)}
-    return [_mixture(trace, budget, names, windows, changes[:count]) for count in sorted(counts)]
+    ends = {len(changes) * at // count for at in range(count + 1)}
+    return [_mixture(trace, budget, names, windows, changes[:end]) for end in sorted(ends)]
 
 
 def _upgrades(trace: Trace, at: int) -> list[_Upgrade]:

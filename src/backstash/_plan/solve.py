@@ -32,6 +32,7 @@ from .trace import Option, Trace
 __all__ = ["follow", "smallest_budget", "solve", "solve_with_cuts"]
 
 _FILLED = 4  # so many of the best candidates are filled
+_MIXTURES = 16  # tried between recomputing nothing and everything; fewer in a step of many blocks
 _SWAPPED = 2  # so many of the best filled ones have changes swapped; more in a step of few blocks
 _SWAPS = 40  # swaps tried in each
 _SWAPPED_BLOCKS = 8_000  # tries times blocks, at most
@@ -100,15 +101,17 @@ def solve_with_cuts(
     found = [solve(trace, budget, allowed=allowed, windows=windows)]
     names = _names(trace, allowed)
     if REGION in names and trace.regions and any(name != "keep" for name in found[0].choices):
+        tries = _SWAPPED_BLOCKS // max(1, len(trace.blocks))
         mixtures = [
             each
             for sizes in _windows(trace, windows)
-            for each in mixed(trace, budget, names, sizes)
+            for each in mixed(trace, budget, names, sizes, min(_MIXTURES, max(2, tries)))
         ]
         mixtures.sort(key=lambda each: rank(each[0]))
         for one, search in mixtures[:_FILLED]:
-            better = search.swap(search.fill(one), _SWAPS)
-            better = search.change_windows(better, windows)
+            better = search.swap(search.fill(one), min(_SWAPS, max(2, tries)))
+            if len(trace.blocks) <= _CHANGED_BLOCKS:
+                better = search.change_windows(better, windows)
             left_after = search.problem.left_after(better.choices)
             found.append(replace(better, left_after=left_after, levels=one.levels))
     return replace(best_of(found), bound_seconds=found[0].bound_seconds)
