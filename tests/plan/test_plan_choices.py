@@ -101,3 +101,27 @@ def test_experts_whose_rows_change_at_each_step_follow_the_plan(memory, tmp_path
     planned = max(stash._planner._limits.unplanned, stash.plan.resident_bytes)
     assert planned in limits
     stash.close()
+
+
+def test_a_class_of_the_module_around_or_of_another_call_is_taken_where_its_own_is_unknown():
+    """In a recorded call its input belongs to the called module, and each call is numbered from 0."""
+    found = Choices(
+        [
+            ("blocks.* AddBackward0 #0 1.00 MiB", [("disk", 1), ("keep", 1)]),
+            ("other no operation #0 1.00 MiB", [("disk", 1)]),
+        ]
+    )
+    assert found.next("blocks.*.first AddBackward0 #0 1.00 MiB") == "disk"
+    assert found.next("blocks.* AddBackward0 #1 1.00 MiB") == "keep"
+    assert found.matched == 2
+    for unknown in (
+        "blocks.*.first AddBackward0 #1 1.00 MiB",  # all of the class were met
+        "blocks.*.first AddBackward0 #0 2.00 MiB",
+        "blocks.*.first MulBackward0 #0 1.00 MiB",
+        "blocks no operation #0 1.00 MiB",
+    ):
+        assert found.next(unknown) is None, unknown
+    found.begin_step()
+    assert found.next("(Block) no operation #3 1.00 MiB") == "disk", (
+        "the outermost has its class's name"
+    )

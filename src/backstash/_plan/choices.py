@@ -70,6 +70,9 @@ class Choices:
                 else:
                     these += [choice] * count
                     anyhow += [choice] * count
+        self._alike: dict[str, list[str]] = {}  # by operation and size
+        for name in self._of:
+            self._alike.setdefault(_without_module(name)[1], []).append(name)
         self._met: Counter[str] = Counter()
         self.matched = 0
         """Number of blocks so far whose class, with its size, the plan knows."""
@@ -94,6 +97,10 @@ class Choices:
         at = self._met[name]
         self._met[name] = at + 1
         choices = self._of.get(name)
+        if choices is None and (other := self._of_another_module(name)) is not None:
+            name, at = other, self._met[other]
+            self._met[other] = at + 1
+            choices = self._of[other]
         if choices is not None:
             self.matched += 1
         elif of_any_size:
@@ -104,6 +111,34 @@ class Choices:
         if at < len(choices):
             return choices[at]
         return REGION if name in self._partly else choices[0]
+
+    def _of_another_module(self, name: str) -> str | None:
+        """Return a known class of the same operation and size, of a module around this one's or inside it.
+
+        The input of a call belongs to the module that is called if the call may be recomputed, and otherwise to
+        the submodule that saves it first. Only then are the saves of each call numbered from 0, too.
+        """
+        path, rest = _without_module(name)
+        for other in self._alike.get(rest, ()):
+            around = _without_module(other)[0]
+            if self._met[other] < len(self._of[other]) and _are_nested(path, around):
+                return other
+        return None
+
+
+def _are_nested(one: str, other: str) -> bool:
+    """Whether one of two modules is the other, or inside it; the outermost one has the name of its class."""
+    if one.startswith("(") or other.startswith("("):
+        return True
+    return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
+
+
+def _without_module(name: str) -> tuple[str, str]:
+    """Return the module's path, and the class's name without it and without the ordinal."""
+    words = name.split(" ")
+    at = next((at for at, word in enumerate(words) if word.startswith("#")), len(words))
+    path = words[0] if at > 1 else ""
+    return path, " ".join([*words[bool(path) : at], *words[at + 1 :]])
 
 
 def _without_size(name: str) -> str:
