@@ -345,8 +345,9 @@ class Call:
 
     def _settle(self, tape: Tape) -> None:
         """Discard the tensors that were filled after they were saved."""
-        filled, self._filled = self._filled, []
-        for held, tensor, number, modules in filled:
+        while self._filled:
+            # The others stay in the list: this one may hold one of them as an operand.
+            held, tensor, number, modules = self._filled.pop(0)
             if held.packed[1] != tensor._version:
                 continue  # changed in place, which is an error in plain PyTorch, too
             with as_if_running(modules):
@@ -363,9 +364,14 @@ class Call:
         self.frame = None
         _put_back(self._thread_state, self._outer)
         self._outer = None
-        self._note_filled()
-        self._settle(tape)
-        self.tape = None
+        try:
+            self._note_filled()
+            self._settle(tape)
+        except BaseException:
+            tape.end()
+            raise
+        finally:
+            self.tape = None
         planned, region = self._planned, self.region
         unknown, self._unknown = self._unknown, []
         traced, self._traced = self._traced, []

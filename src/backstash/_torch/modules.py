@@ -57,7 +57,7 @@ def running_modules(frame: FrameType | None = None) -> list[nn.Module]:
     modules: list[nn.Module] = []
     if frame is None:
         if _late.modules is not None:
-            return _late.modules
+            return [*_late.modules]
         frame = sys._getframe(1)
     current: FrameType | None = frame
     while current is not None:
