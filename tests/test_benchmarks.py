@@ -2,7 +2,9 @@
 
 import importlib.util
 import json
+import os
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -470,3 +472,19 @@ def test_a_program_without_its_packages_is_skipped(
     monkeypatch.setitem(gallery.PROGRAMS, "smp_unet", {"no-such-package": "no_such_package"})
     assert gallery.main(["smp_unet"]) == 0
     assert "skipped: pip install no-such-package" in capsys.readouterr().out
+
+
+@takes_long
+def test_cells_are_played_on_a_device_without_data() -> None:
+    """Twice the same, to the last digit, and what Python calls take is in it."""
+    if shutil.which(os.environ.get("CXX", "c++")) is None:
+        pytest.skip("there is no C++ compiler")
+    command = [sys.executable, "benchmarks/timed_cells.py", "--tiny", "--models", "gpt", "--cell"]
+    found = []
+    for way in ("plain", "plain", "checkpoint=2", "budget=12000000"):
+        done = subprocess.run([*command, way], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        found.append(json.loads(done.stdout))
+    assert found[0] == found[1] and found[0]["seconds"] > 0
+    assert found[2]["calls"] > 100, "of PyTorch's checkpoint"
+    assert found[3]["peak_bytes"] > 0 and found[3]["state"] != "measuring"
