@@ -109,11 +109,14 @@ def test_a_class_of_the_module_around_or_of_another_call_is_taken_where_its_own_
         [
             ("blocks.* AddBackward0 #0 1.00 MiB", [("disk", 1), ("keep", 1)]),
             ("other no operation #0 1.00 MiB", [("disk", 1)]),
+            ("head no operation #0 3.00 MiB", [("keep", 2)]),
         ]
     )
+    assert found.next("blocks.*.first AddBackward0 #0 1.00 MiB") is None, "another program's plan"
+    assert found.next("head no operation #0 3.00 MiB") == "keep"
     assert found.next("blocks.*.first AddBackward0 #0 1.00 MiB") == "disk"
     assert found.next("blocks.* AddBackward0 #1 1.00 MiB") == "keep"
-    assert found.matched == 2
+    assert found.matched == 3
     for unknown in (
         "blocks.*.first AddBackward0 #1 1.00 MiB",  # all of the class were met
         "blocks.*.first AddBackward0 #0 2.00 MiB",

@@ -119,7 +119,8 @@ class Choices:
         the submodule that saves it first. Only then are the saves of each call numbered from 0, too.
         """
         path, rest = _without_module(name)
-        for other in self._alike.get(rest, ()):
+        # A plan of which the program has no class at all is another program's.
+        for other in self._alike.get(rest, ()) if self.matched else ():
             around = _without_module(other)[0]
             if self._met[other] < len(self._of[other]) and _are_nested(path, around):
                 return other
