@@ -291,7 +291,9 @@ class Call:
     def _modules_that_saved(self, tensor: Tensor) -> list[nn.Module] | None:
         """Return the modules that were running when a tensor was saved that is still to be packed."""
         storage = storage_of(tensor)
-        for _, saved, _, modules in (*self._filled, *self._unfilled) if storage is not None else ():
+        if storage is None:
+            return None
+        for _, saved, _, modules in (*self._filled, *self._unfilled):
             if storage_identity(saved.untyped_storage()) == storage_identity(storage):
                 return modules
         return None
