@@ -168,12 +168,9 @@ def cell(model: str, way: str, *, tiny: bool) -> dict[str, Any]:
         return found
     ways = {"plain": Way, "checkpoint": Checkpoint, "recompute": Recompute}
     one = ways[kind](way, int(number or 0))
-    base = torch.accelerator.memory_allocated()
     turn(one, work)
-    calls = torch.ops.timed.calls()
     with one.turn(work) as context:
         work.step(one, context)
-        base = torch.accelerator.memory_allocated()
         ground.reset_peak()
         calls, began = torch.ops.timed.calls(), ground.now()
         work.optimizer.zero_grad()
