@@ -629,6 +629,7 @@ def recomputed(place: Place) -> None:
 
 def kept_busy(place: Place) -> None:
     """What is given to a device that is kept busy for a while begins after that."""
+    place.only_real()
     index = torch.accelerator.current_device_index()
     driver = _accelerator.accelerator(torch.device(place.device.type, index))
     assert not isinstance(driver, str), driver
