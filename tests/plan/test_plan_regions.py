@@ -409,7 +409,7 @@ class Chance(nn.Module):
 def test_plans_that_change_at_every_step_are_exact(memory, tmp_path, monkeypatch, seed):
     draw = random.Random(seed)
 
-    def choose(follower, block, tensor):
+    def choose(follower, block, tensor, modules):
         return draw.choice(["", "disk", "pack", "recompute"])
 
     follower = backstash._budget.follower.Follower

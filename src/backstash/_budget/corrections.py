@@ -45,6 +45,8 @@ class Corrections:
         # unmanaged.
         self._predicted_peak_bytes = self._simulated_peak_bytes = self._planned_bytes = 0
         self._is_left = False
+        self._window_bytes = 0  # of the plan's windows, which a step need not fill
+        self._avoided_bytes = 0  # by which its steps would have held more without the guard
         self._saved_bytes = 0  # of the last step measured under the plan
         self._figures: list[
             tuple[int, float]
@@ -70,6 +72,7 @@ class Corrections:
         is_left: bool,
         is_measured: bool = False,
         simulated_peak_bytes: int | None = None,
+        window_bytes: int = 0,
     ) -> None:
         """Follow a plan from now on.
 
@@ -79,12 +82,13 @@ class Corrections:
             is_left: every block stays in place, unmanaged.
             is_measured: the plan is the same as before, and only its predicted peak changes.
             simulated_peak_bytes: peak without the bias; default: the predicted peak minus the bias.
+            window_bytes: part of the predicted peak that a step holds only if its transfers are slow.
         """
         if simulated_peak_bytes is None:
             simulated_peak_bytes = predicted_peak_bytes - self.bias_bytes
         self._simulated_peak_bytes = simulated_peak_bytes
         self._predicted_peak_bytes, self._planned_bytes = predicted_peak_bytes, saved_bytes
-        self._is_left = is_left
+        self._is_left, self._window_bytes = is_left, window_bytes
         if not is_measured:
             self.begin()
 
@@ -93,11 +97,18 @@ class Corrections:
         self._figures.clear()
         self._timed.clear()
         self._followed_steps = self._unseen_bytes = self._least_bytes = 0
+        self._avoided_bytes = 0
         self.forget_followed()
         self._is_again = again
 
     def add(
-        self, record: StepRecord, budget: int, looked_bytes: int = 0, *, is_alike: bool
+        self,
+        record: StepRecord,
+        budget: int,
+        looked_bytes: int = 0,
+        avoided_bytes: int = 0,
+        *,
+        is_alike: bool,
     ) -> bool:
         """Add an ended step. Return whether enough steps were measured.
 
@@ -108,6 +119,7 @@ class Corrections:
             record: of the step.
             budget: in bytes.
             looked_bytes: the most held at the guard's readings of the memory in the step.
+            avoided_bytes: see :attr:`MemoryGuard.avoided_bytes`.
             is_alike: whether the step saved as much as the planned one.
         """
         self._followed_steps += 1
@@ -128,6 +140,7 @@ class Corrections:
         peak_bytes = max(sampled_bytes, unseen_bytes, looked_bytes)
         if is_alike or peak_bytes > budget:
             self._figures.append((peak_bytes, record.unmeasured_seconds))
+            self._avoided_bytes = max(self._avoided_bytes, avoided_bytes)
             if is_alike and self._is_again:
                 self._computing.append(record.computing_seconds)
             if peak_bytes > budget:
@@ -189,14 +202,17 @@ class Corrections:
             can_hold_less: whether another plan could hold less.
         """
         assert self.measured is not None
-        peak, _ = self.measured
+        peak = self.measured[0] + self._avoided_bytes
         off, was_kept = peak - self._predicted_peak_bytes, False
-        # Subtract an overshoot in full and for good; credit three quarters of an undershoot. The bias is
-        # relative to the simulated peak, which may be less than predicted.
+        # Subtract an overshoot in full and for good; credit three quarters of an undershoot, as far as it is not
+        # due to windows that were not filled: another plan may have none. The bias is relative to the simulated
+        # peak, which may be less than predicted.
+        if off < 0:
+            off = min(0, off + self._window_bytes)
         bias_bytes = self.bias_bytes + off * 3 // 4
         if off > 0:
             bias_bytes = max(self.bias_bytes + off, peak - self._simulated_peak_bytes)
-        if peak > budget:
+        if self.measured[0] > budget:
             if not can_hold_less and self._replans >= _CORRECTIONS:
                 return False
             was_kept = self._predicted_peak_bytes != self._simulated_peak_bytes + self.bias_bytes

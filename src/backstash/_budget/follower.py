@@ -8,9 +8,9 @@ to time, and a block that is then admitted may have to move.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from .._plan.choices import Choices, ClassOf
 from .._plan.regions import AGAIN, ONCE, TRACED, Regions, name_of
@@ -167,7 +167,7 @@ class Follower:
             shape.most_asked_bytes, plan.predicted.peak_bytes, is_known=shape.begins_as_known
         )
 
-    def choose(self, block: Block, tensor: Tensor) -> str:
+    def choose(self, block: Block, tensor: Tensor, modules: Sequence[nn.Module]) -> str:
         """Return the tier that a block moves to at once; ``""`` if it stays, as far as the limit allows."""
         if self._keeps_what_fits and block.nbytes > self._largest_bytes:
             self._largest_bytes = block.nbytes
@@ -175,7 +175,7 @@ class Follower:
         self._look_after(block.nbytes)
         if self._leaves_alone(self._shape.counted - 1):
             return "recompute" if self._must_recompute(block) else ""
-        group = self._class_of.next(block.cleanup.module, _made_by(tensor), block.nbytes)
+        group = self._class(block.cleanup.module, tensor, block.nbytes, modules)
         self._recording.note_class(block.cleanup.serial, group)
         name = self._choose(group)
         if name == "all" and self._tier is None:
@@ -186,9 +186,15 @@ class Follower:
             return self.instead
         return "recompute" if self._must_recompute(block) else ""
 
-    def note_discarded(self, path: str, tensor: Tensor, nbytes: int) -> None:
+    def note_discarded(
+        self, path: str, tensor: Tensor, nbytes: int, modules: Sequence[nn.Module]
+    ) -> None:
         """A forward of which a part is recomputed has discarded what the module at ``path`` saved."""
-        self._class_of.next(path, _made_by(tensor), nbytes)
+        self._class(path, tensor, nbytes, modules)
+
+    def _class(self, path: str, tensor: Tensor, nbytes: int, modules: Sequence[nn.Module]) -> str:
+        root = id(modules[0]) if modules else 0
+        return self._class_of.next(path, _made_by(tensor), nbytes, root)
 
     @property
     def recomputes(self) -> bool:

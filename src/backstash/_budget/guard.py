@@ -62,6 +62,10 @@ class MemoryGuard:
         # A step that begins with up to these bytes and returns nothing keeps `most`; None: not tried yet.
         self._most_kept_free: int | None = None if tries else 0
         self._start_bytes = 0  # bytes held as this step began
+        self._avoided_bytes = 0  # in this step, see avoided_bytes
+        self.avoided_bytes = 0
+        """By how much the step before would have held more than the most, if it had not held fewer blocks than
+        planned."""
         self._late_steps = 0  # in a row, after which the budget was exceeded
         self.keeps_free = False
         """Whether this step began with more than the plan leaves free, and nothing was returned to the
@@ -144,6 +148,7 @@ class MemoryGuard:
     def begin_step(self) -> None:
         """Begin a step. The meter must have begun it already, since this may lower what is kept."""
         self._line = self._most_now = self.most
+        self.avoided_bytes, self._avoided_bytes = self._avoided_bytes, 0
         self._used_bytes = self._held_before = self._raised_bytes = 0
         self._meter.raised_peak_bytes()  # discard what rose before the step
 
@@ -237,6 +242,7 @@ class MemoryGuard:
         if over <= 0:
             return 0
         self._line += over
+        self._avoided_bytes += over
         return over
 
     @property

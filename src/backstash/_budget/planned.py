@@ -153,9 +153,10 @@ class Planned:
             self._discarded.add(value)
             nbytes = tensor.untyped_storage().nbytes()
             if nbytes >= self._session.min_bytes:
-                path = module_path(running_modules())
+                modules = running_modules()
+                path = module_path(modules)
                 with self._session.section.lock, self._session.section:
-                    self._planner.follower.note_discarded(path, tensor, nbytes)
+                    self._planner.follower.note_discarded(path, tensor, nbytes, modules)
 
     def pack(self, number: int, tensor: Tensor, pack: Callable[[Tensor], object]) -> object:
         """Hold a tensor of a forward that is only recorded."""

@@ -268,6 +268,8 @@ class Planner(Controller):
             else:
                 by_blocks = record is not None or self.follower.plan.left_after is None
                 is_alike = self._shape.is_alike(ended, by_blocks=by_blocks)
+                if is_alike and record is not None:
+                    self._shape.note_alike(ended)
                 if is_left and ended.has_grown:
                     # Its growth seemed to fit at each reading, but the last blocks had to move.
                     if not self._fits_grown(ended.asked_bytes, ended.most_asked_bytes):
@@ -640,7 +642,10 @@ class Planner(Controller):
         self._limits.set_resident(self._limits.resident)  # the guard may have lowered it
         predicted = self.follower.plan.predicted
         if record is not None:
-            if self._corrections.add(record, self._budget, looked_bytes, is_alike=is_alike):
+            avoided = self._guard.avoided_bytes
+            if self._corrections.add(
+                record, self._budget, looked_bytes, avoided, is_alike=is_alike
+            ):
                 self._recording.stop()
                 self._correct()
             return
@@ -736,10 +741,12 @@ class Planner(Controller):
         """See :meth:`Controller.count`."""
         self.follower.count(block)
 
-    def choose(self, block: Block, tensor: Tensor, prices: Prices) -> str:
+    def choose(
+        self, block: Block, tensor: Tensor, modules: Sequence[nn.Module], prices: Prices
+    ) -> str:
         """See :meth:`Controller.choose`."""
         self.follower.count(block)
-        tier = self.follower.choose(block, tensor)
+        tier = self.follower.choose(block, tensor, modules)
         if self.asks_prices:
             paused = self.pause()
             self._was_priced(block, paused, prices())
@@ -997,6 +1004,7 @@ class Planner(Controller):
             is_left=is_left,
             is_measured=is_same,
             simulated_peak_bytes=solution.forecast.peak_bytes,
+            window_bytes=sum(self._limits.planned_windows) if solution.forecast.moved_bytes else 0,
         )
         if not self._first_steps.learns:
             self._first_steps.forget()

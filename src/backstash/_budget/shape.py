@@ -199,6 +199,11 @@ class StepShape:
         self._known_asked_bytes = self._planned_asked_bytes
         self._most_asked_bytes = max(self._most_asked_bytes, self._known_asked_bytes)
 
+    def note_alike(self, ended: EndedStep) -> None:
+        """Record that this step had the planned step's blocks. Its saves count less often than those of a step
+        that is recorded for a plan, where the inputs of calls and what replays read are saved, too."""
+        self._known_asked_bytes = ended.asked_bytes
+
     def holds(self, saved_bytes: int) -> bool:
         """Whether the planned step saves at least this many bytes."""
         return saved_bytes <= self.known_bytes + self._discarded_bytes

@@ -636,7 +636,7 @@ class Admission:
                 if planner.modules_wanted is not None:
                     self.set_modules(planner)
             if choice == _DEFAULT:
-                choice = self._planned(block, tensor, thread_state, tiers, planner)
+                choice = self._planned(block, tensor, thread_state, modules, tiers, planner)
                 self._allow(planner, thread_state, tensor.device)
             else:
                 planner.count(block)
@@ -685,6 +685,7 @@ class Admission:
         block: Block,
         tensor: Tensor,
         thread_state: ThreadState,
+        modules: list[nn.Module],
         tiers: DeviceTiers,
         controller: Controller,
     ) -> _Choice:
@@ -698,7 +699,7 @@ class Admission:
                 found["recompute"] = packer.price_of_replay(block, replay)
             return found
 
-        tier = controller.choose(block, tensor, prices)
+        tier = controller.choose(block, tensor, modules, prices)
         if tier == "pack":
             return _Choice(codec=EXACT)
         if tier == "recompute":

@@ -61,12 +61,15 @@ class Controller(ABC):
         """Count a block for which a policy has decided."""
 
     @abstractmethod
-    def choose(self, block: Block, tensor: Tensor, prices: Prices) -> str:
+    def choose(
+        self, block: Block, tensor: Tensor, modules: Sequence[nn.Module], prices: Prices
+    ) -> str:
         """Decide what to do with a block that is being added.
 
         Args:
             block: the block, which holds ``tensor``.
             tensor: the saved tensor.
+            modules: the modules that are running, outermost first.
             prices: may be called once.
 
         Returns:

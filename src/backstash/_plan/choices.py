@@ -22,7 +22,7 @@ class ClassOf:
     """Names the class of each block of a step."""
 
     def __init__(self) -> None:
-        self._ordinals: Counter[tuple[str, str]] = Counter()
+        self._ordinals: Counter[tuple[int, str, str]] = Counter()
         self._names: dict[tuple[str, str], str] = {}
 
     def begin_step(self) -> None:
@@ -32,15 +32,20 @@ class ClassOf:
     def begin_again(self, paths: Iterable[str]) -> None:
         """Restart the numbering of saves below these paths: the modules there run again in this step."""
         begins = tuple(f"{path}." for path in paths)
-        for where in [each for each in self._ordinals if f"{each[0]}.".startswith(begins)]:
+        for where in [each for each in self._ordinals if f"{each[1]}.".startswith(begins)]:
             del self._ordinals[where]
 
-    def next(self, module: str, operation: str, nbytes: int) -> str:
-        """Return the class of the next block that this module saves and this operation made."""
-        where = module, operation
-        name = self._names.get(where)
+    def next(self, module: str, operation: str, nbytes: int, root: int = 0) -> str:
+        """Return the class of the next block that this module saves and this operation made.
+
+        ``root`` identifies the module that the program called: one that calls its blocks itself has many, whose
+        submodules have the same paths, and the saves of each are numbered from 0.
+        """
+        known = module, operation
+        name = self._names.get(known)
         if name is None:
-            name = self._names[where] = f"{name_of(module)} {operation}".lstrip()
+            name = self._names[known] = f"{name_of(module)} {operation}".lstrip()
+        where = root, module, operation
         ordinal = self._ordinals[where]
         self._ordinals[where] = min(ordinal + 1, _ORDINALS)
         return f"{name} #{ordinal} {format_bytes(nbytes)}"
@@ -120,11 +125,14 @@ class Choices:
         """
         path, rest = _without_module(name)
         # A plan of which the program has no class at all is another program's.
+        found = None
         for other in self._alike.get(rest, ()) if self.matched else ():
             around = _without_module(other)[0]
             if self._met[other] < len(self._of[other]) and _are_nested(path, around):
-                return other
-        return None
+                if around == path:
+                    return other
+                found = found or other
+        return found
 
 
 def _are_nested(one: str, other: str) -> bool:

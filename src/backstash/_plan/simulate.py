@@ -10,7 +10,7 @@ and the blocks that are in the window when backward begins are used in place and
 
 A recomputed region has none of its members in memory until backward first uses one. Then the replay makes all
 that are not freed yet, and each stays until its free. The small tensors that the region discards with them
-follow the same rule.
+follow the same rule. What only the replay reads is held until then, even if a recorded step freed it earlier.
 """
 
 from __future__ import annotations
@@ -98,6 +98,9 @@ def simulate(
     small = 0  # bytes of these tensors
     remade: dict[int, int] = {}  # recomputed members, and their bytes
     alive: set[int] = set()  # members
+    reader = {operand: at for at in again for operand in trace.regions[at].operands}
+    read_later: dict[int, list[int]] = {}  # by region: operands that the recorded step has freed
+    replayed: set[int] = set()  # regions
     order = _order(
         trace, region_of, {block for block, each in enumerate(choices) if each.moved_bytes}
     )
@@ -145,6 +148,9 @@ def simulate(
                 back = {each: trace.blocks[each].nbytes for each in region.members if each in alive}
                 remade |= back
                 resident += sum(back.values())
+                replayed.add(region_of[block])
+                for each in read_later.pop(region_of[block], ()):
+                    resident -= choices[each].resident_bytes
                 if region_of[block] in without:
                     without.discard(region_of[block])
                     small -= region.small_bytes
@@ -192,6 +198,8 @@ def simulate(
             if option.moved_bytes and (until := come_back(block)) > clock:
                 stalled += until - clock
                 clock = until
+        elif (at_region := reader.get(block)) is not None and at_region not in replayed:
+            read_later.setdefault(at_region, []).append(block)
         else:
             resident -= option.resident_bytes
             if block in ready:
