@@ -497,6 +497,29 @@ def test_the_bias_of_choices_that_were_measured_before_is_of_what_was_simulated(
     assert not of.correct(1050), "as predicted"
 
 
+def test_windows_that_were_not_filled_are_not_credited_to_plans_without_them():
+    of = Corrections()
+    of.follow(1000, 500, is_left=False, window_bytes=300)
+    of.exceed(720, 1.0)
+    assert not of.correct(2000) and not of.bias_bytes
+    of.follow(1000, 500, is_left=False, window_bytes=200)
+    of.exceed(720, 1.0)
+    assert of.correct(2000) and of.bias_bytes == -60, "three quarters of the rest"
+
+
+def test_what_the_guard_kept_from_being_held_is_predicted_of_the_next_plan():
+    of, peak = Corrections(), 300 * MIB
+    of.follow(peak, peak, is_left=False)
+    for avoided in (0, 9 * MIB, 0, 0):
+        of.add(step_of(2.0), 310 * MIB, peak, avoided, is_alike=True)
+    assert of.measured == (peak, 2.0)
+    assert of.correct(310 * MIB) and of.bias_bytes == 9 * MIB
+    of.follow(peak, peak, is_left=False)
+    for _ in range(4):
+        of.add(step_of(2.0), 310 * MIB, peak, is_alike=True)
+    assert not of.correct(310 * MIB), "as predicted"
+
+
 def test_looks_count_where_nothing_is_sampled():
     of = Corrections()
     of.follow(100, 100, is_left=False)

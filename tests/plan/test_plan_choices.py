@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from backstash import Stash
-from backstash._plan.choices import Choices
+from backstash._plan.choices import Choices, ClassOf
 from counted_memory import MIB, OTHER, CountedMemory
 
 SAVED = 12 * MIB
@@ -128,3 +128,72 @@ def test_a_class_of_the_module_around_or_of_another_call_is_taken_where_its_own_
     assert found.next("(Block) no operation #3 1.00 MiB") == "disk", (
         "the outermost has its class's name"
     )
+
+
+def test_a_class_of_the_same_module_comes_before_one_of_the_module_around():
+    found = Choices(
+        [
+            ("(Block) ViewBackward0 #0 1.00 MiB", [("keep", 2)]),
+            ("down ViewBackward0 #0 1.00 MiB", [("recompute", 2)]),
+        ]
+    )
+    assert found.next("down ViewBackward0 #0 1.00 MiB") == "recompute"
+    assert found.next("down ViewBackward0 #1 1.00 MiB") == "recompute"
+    assert found.next("down ViewBackward0 #2 1.00 MiB") == "keep"
+
+
+def test_saves_are_numbered_from_0_in_each_module_that_the_program_calls():
+    """Whether or not its calls have hooks, which are gone where a plan recomputes none."""
+    of = ClassOf()
+    given = "down", "ViewBackward0", MIB
+    names = [of.next(*given, root) for root in (1, 1, 2, 2, 1)]
+    assert [name.split(" ")[2] for name in names] == ["#0", "#1", "#0", "#1", "#2"]
+    of.begin_again(["down"])
+    assert of.next(*given, 1) == of.next(*given, 2) == names[0]
+
+
+class Called(nn.Module):
+    """One of the blocks that a program calls itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x):
+        return x + self.last(self.first(x.cos()).erf())
+
+
+@pytest.mark.parametrize("budget_mib", [9, 11, 13])
+def test_a_program_that_calls_its_blocks_follows_its_plan(memory, tmp_path, monkeypatch, budget_mib):
+    """Every block that is not recomputed has a class that the plan knows."""
+    torch.manual_seed(0)
+    blocks = [Called() for _ in range(8)]
+    x = torch.rand(4096, 64)  # 1 MiB
+
+    def step(stash):
+        with stash:
+            y = x * 1
+            for block in blocks:
+                y = block(y)
+            loss = y.square().mean()
+        return torch.autograd.grad(loss, [each for block in blocks for each in block.parameters()])
+
+    true, stash = step(Stash()), memory(budget=OTHER + budget_mib * MIB, disk=tmp_path)
+    unknown, following = [], Choices.next
+
+    def recorded(choices, name, **options):
+        found = following(choices, name, **options)
+        if found is None:
+            unknown.append(name)
+        return found
+
+    for number in range(16):
+        if number == 12:
+            monkeypatch.setattr(Choices, "next", recorded)
+            monkeypatch.setattr(Choices, "_of_another_module", lambda *_: None)
+        assert all(map(torch.equal, step(stash), true))
+        _ = stash.plan
+    assert stash.plan.state == "planned" and not unknown
+    names = {each.name for each in stash.plan.classes if each.nbytes > MIB}
+    assert not any(" #2 " in name for name in names), names
+    stash.close()

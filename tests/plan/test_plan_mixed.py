@@ -88,3 +88,23 @@ def test_what_only_a_replay_reads_is_there_only_with_it():
     shared = [replace(each, operands=(2,)) for each in trace.regions]
     assert absent_operands(shared, [3]) == set(), "another region reads it, too"
     assert Trace.from_dict(trace.as_dict()) == trace
+
+
+def test_what_only_a_replay_reads_is_held_until_then():
+    """A recorded step tries the replay at the end of the call, and then frees what only it read."""
+    trace = trace_of_calls(operands=True)
+    moments = []
+    for each in trace.moments:
+        if each.block % 3 != 2 or each.kind == "save":
+            moments.append(each)
+        if each.block % 3 == 2 and each.kind == "save":
+            moments.append(replace(each, kind="free"))
+    early = replace(trace, moments=tuple(moments))
+    names = ["keep"] * len(early.blocks)
+    for region in early.regions[:3]:
+        for member in region.members:
+            names[member] = REGION
+    found = Problem(early, 0, NAMES).forecast(names, Windows(0, 0))
+    assert found.peak_bytes == found.resident_peak_bytes == (2 * CALLS - 3) * MIB
+    kept = Problem(early, 0, NAMES).forecast(["keep"] * len(early.blocks), Windows(0, 0))
+    assert kept.peak_bytes == 2 * CALLS * MIB
