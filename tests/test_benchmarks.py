@@ -320,6 +320,7 @@ def test_verification(
     assert "the 1 after it" in capsys.readouterr().out
 
 
+@takes_long
 def test_the_bytes_of_packing_and_recomputing_are_counted_and_the_gradients_equal():
     command = [sys.executable, "benchmarks/bytes_left.py", "--tiny", "--check"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
@@ -330,6 +331,7 @@ def test_the_bytes_of_packing_and_recomputing_are_counted_and_the_gradients_equa
     assert all(map(float.__ge__, recomputed, both))
 
 
+@takes_long
 def test_replays_are_timed_beside_checkpoints_and_the_gradients_equal():
     command = [sys.executable, "benchmarks/replay.py", "--tiny"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=120)
@@ -344,6 +346,7 @@ def test_replays_are_timed_beside_checkpoints_and_the_gradients_equal():
     ]
 
 
+@takes_long
 def test_what_is_made_ahead_of_need_is_timed_and_the_gradients_equal():
     command = [sys.executable, "benchmarks/made_ahead.py", "--tiny", "--pairs", "1", "unet"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
@@ -387,6 +390,7 @@ def test_what_fits_is_timed_beside_plain_steps():
     assert int(row[1]) > 10 and float(row[2]) > 0 and float(row[3]) > 0
 
 
+@takes_long
 def test_ways_take_turns_and_their_gradients_are_plain_ones(tmp_path: Path) -> None:
     out = tmp_path / "turns.json"
     command = [sys.executable, "benchmarks/interleaved.py", "--tiny", "--models", "resnet152"]

@@ -17,6 +17,7 @@ from backstash import Stash
 from backstash._budget.device_meter import DeviceMeter
 from backstash.errors import StashWarning
 from backstash.testing import TwinDevice, stash_on
+from long_tests import takes_long
 from test_device_meter import MIB, planned_on, step
 
 HERE = Path(__file__).parent
@@ -82,6 +83,7 @@ stash.close()
     assert "measuring" not in told
 
 
+@takes_long
 def test_a_loaded_plan_may_be_for_one_device_of_two():
     run("""
 first, second = model(here, 0), nn.Linear(64, 8).to(there)
@@ -205,6 +207,7 @@ def test_a_warning_names_the_device():
     stash.close()
 
 
+@takes_long
 def test_a_device_too_full_for_what_is_tried_lets_the_step_go_on():
     """What is tried on each block in the second step takes memory, which the step must not lack."""
     run("""
@@ -225,6 +228,7 @@ stash.close()
 """)
 
 
+@takes_long
 def test_what_is_tried_on_a_block_reads_no_memory_of_the_device_on_the_host():
     """Its price has the device's own way to tell bytes; on a real one the other ends the process."""
     run("""

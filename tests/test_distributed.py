@@ -117,6 +117,7 @@ dist.destroy_process_group()
 """
 
 
+@takes_long
 @needs_gloo
 def test_the_local_part_of_a_parameter_stays_outside_of_modules_too(tmp_path):
     """``F.linear(x, weight.to_local())``: the parameter holds the memory, so that moving it frees nothing."""

@@ -53,6 +53,7 @@ def losses(output: str) -> list[str]:
     return re.findall(r"^step \d+ loss (\S+) \d+\.\d+ s$", output, re.M)
 
 
+@takes_long
 def test_train_gpt_learns(tmp_path: Path) -> None:
     found = losses(run(EXAMPLES / "train_gpt.py", "--tiny", cwd=tmp_path))
     assert len(found) == 4

@@ -13,7 +13,7 @@ from backstash.testing import TwinDevice, stash_on
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 
-from long_tests import mostly_long
+from long_tests import mostly_long, takes_long
 from under_load.blocks import MODES, Alive, many_blocks
 from under_load.extents import PATTERNS, SHARE, spread
 from under_load.footprint import footprint
@@ -50,6 +50,7 @@ def steps(stash, x, count, *, backward):
     return footprint(stash)[0]
 
 
+@takes_long
 @pytest.mark.parametrize("backward", [True, False], ids=["differentiated", "dropped"])
 @pytest.mark.parametrize("mix", ROOMY)
 def test_what_is_gone_takes_no_memory(tmp_path, mix, backward):
@@ -90,6 +91,7 @@ def test_a_stash_that_is_closed_while_threads_use_it(tmp_path, mix):
     assert closed_meanwhile(mix, str(tmp_path), seed=1, patience=60) == []
 
 
+@takes_long
 @pytest.mark.filterwarnings("ignore::backstash.StashWarning")
 @pytest.mark.parametrize(
     "mix", mostly_long(["keep, disk", "tiny windows", "tiny host, disk"], "tiny host, disk")

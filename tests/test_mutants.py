@@ -36,6 +36,7 @@ def test_the_picked_mutants_are_noticed():
     assert "12 mutants: 12 killed, 0 timed out, 0 has a reason, 0 survived" in ended.stdout
 
 
+@takes_long
 def test_a_mutant_that_no_test_notices_survives(tmp_path):
     picked = tmp_path / "picked.txt"
     picked.write_text(

@@ -6,7 +6,7 @@ from itertools import islice
 import pytest
 import torch
 
-from long_tests import IS_ASKED_FOR, mostly_long
+from long_tests import IS_ASKED_FOR, mostly_long, takes_long
 from operators import LISTS, Stashes, difference
 
 SLICES = 8
@@ -38,6 +38,7 @@ def test_first_gradients(tmp_path, part):
     assert said >= 0.9 * len(OPERATORS[part::SLICES])
 
 
+@takes_long
 @pytest.mark.filterwarnings("ignore")
 def test_second_gradients_of_every_tenth(tmp_path):
     found, said = findings(OPERATORS[::10], tmp_path, torch.float64, second=True)
@@ -45,6 +46,7 @@ def test_second_gradients_of_every_tenth(tmp_path):
     assert said > 0.04 * len(OPERATORS)
 
 
+@takes_long
 @pytest.mark.filterwarnings("ignore")
 def test_complex_gradients_of_every_tenth(tmp_path):
     found, said = findings(OPERATORS[::10], tmp_path, torch.complex64, second=False)
@@ -52,6 +54,7 @@ def test_complex_gradients_of_every_tenth(tmp_path):
     assert said > 0.025 * len(OPERATORS)
 
 
+@takes_long
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", list(LISTS))
 def test_every_list_in_several_mixes(tmp_path, kind):

@@ -166,6 +166,7 @@ print("done", end="")
         assert run(program, chance=0.1) == ["done"] * 4
 
 
+@takes_long
 def test_the_benchmark_of_copies_under_way_runs() -> None:
     program = f"""
 import sys

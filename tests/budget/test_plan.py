@@ -3,7 +3,6 @@
 Bounds on a peak are not exact: which of the plans within a budget is taken depends on the seconds measured.
 """
 
-import dataclasses
 import gc
 import itertools
 import json
@@ -37,10 +36,10 @@ from backstash._plan.simulate import Windows
 from backstash._plan.solve import follow
 from backstash._plan.trace import Links, Moment, Option, Trace, TracedBlock
 from backstash.errors import BudgetError, SizeError, StashWarning, UsageError
-from backstash.plan import Plan, StepFigures, usable_bytes
+from backstash.plan import Plan, usable_bytes
 from backstash.units import format_bytes
 from counted_memory import MIB, OTHER, CountedMemory
-from long_tests import mostly_long
+from long_tests import mostly_long, takes_long
 
 SAVED = 16 * MIB  # sixteen blocks of 1 MiB
 
@@ -188,6 +187,7 @@ def test_a_budget_is_kept_and_most_of_it_used(memory, tmp_path):
     stash.close()
 
 
+@takes_long
 @pytest.mark.parametrize("room", [8 * MIB, 24 * MIB])
 def test_small_tensors_move_where_a_budget_cannot_be_kept_otherwise(memory, tmp_path, room):
     stash = memory(budget=OTHER + room, disk=tmp_path, min_bytes="auto")
@@ -1619,9 +1619,12 @@ def test_choices_that_were_measured_to_keep_the_budget_are_not_ruled_out(memory,
     memory.other = other
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", StashWarning)  # "was exceeded", "cannot be kept"
-        plan = settle(net, stash, steps=20)
-        assert plan.state == "planned" and plan.smallest_budget_bytes is None
+        for _ in range(6):  # a plan is measured in 2 to 4 steps, by the load of the machine
+            plan = settle(net, stash, steps=10)
+            if all(name == "disk" for each in plan.classes for name, _ in each.choices):
+                break
         assert all(name == "disk" for each in plan.classes for name, _ in each.choices)
+        assert plan.state == "planned" and plan.smallest_budget_bytes is None
         assert plan.predicted.peak_bytes <= usable_bytes(budget)
         assert 0 < plan.bound.step_seconds <= plan.predicted.step_seconds
         memory.peaks[0] = 0
@@ -1686,52 +1689,6 @@ def test_measured_choices_that_move_more_in_the_same_time_are_not_planned_again(
     solving.begin(trace, 2 * MIB, allowed=["keep", "disk"])
     solving.wait()
     assert solving.found[1].choices == ("disk", "keep")
-
-
-def test_a_plan_that_comes_out_the_same_is_not_measured_again(memory, tmp_path):
-    stash, net = memory(budget=OTHER + SAVED // 2 + 4 * MIB, disk=tmp_path), model()
-    planner = stash._planner
-    planner._corrections._wait_steps = 10**6  # however long a step takes, it is not measured again
-    plan = settle(net, stash, steps=20)
-    assert plan.state == "planned" and not planner._recording.is_on
-    trace, measured = planner._solving.taken[0], plan.measured
-    planner._corrections.bias_bytes += 1
-    planner._solve(trace)
-    again = settle(net, stash, steps=1)
-    assert again.predicted.peak_bytes == plan.predicted.peak_bytes + 1
-    assert again.classes == plan.classes and again.measured == measured
-    assert not planner._recording.is_on and planner._corrections.measured is not None
-    planner._solve(dataclasses.replace(trace, blocks=tuple(list(trace.blocks))))
-    assert settle(net, stash, steps=1).measured is None, "of another step"
-    assert planner._recording.is_on
-    settle(net, stash, steps=8)
-    planner.follower.plan = dataclasses.replace(
-        stash.plan, measured=StepFigures(planner._budget + 1, 1.0)
-    )
-    planner._solve(planner._solving.taken[0])
-    assert settle(net, stash, steps=1).measured is None, "it exceeded"
-    stash.close()
-
-
-def test_a_plan_that_comes_out_the_same_is_corrected_by_what_was_measured_of_it(memory, tmp_path):
-    """Of what was spared three quarters are given back at a time: once may not be enough for one block more."""
-    stash, net = memory(budget=OTHER + SAVED // 2 + 4 * MIB, disk=tmp_path), model()
-    planner, kept = stash._planner, []
-    planner._corrections._wait_steps = 10**6
-    settle(net, stash, steps=12)
-    trace, bias = planner._solving.taken[0], planner._corrections.bias_bytes
-    planner.follower.plan = dataclasses.replace(
-        stash.plan, measured=StepFigures(stash.plan.predicted.peak_bytes, 1.0)
-    )
-    planner._corrections._replans, planner._corrections.bias_bytes = 0, bias + 1
-    planner._corrections._figures[:] = [(stash.plan.predicted.peak_bytes - 4 * MIB, 1.0)]
-    planner._solve(trace)
-    for _ in range(3):
-        step(net, stash)
-        _ = stash.plan
-        kept.append(planner._corrections.bias_bytes)
-    assert kept[-1] <= bias - 2 * MIB
-    stash.close()
 
 
 def test_choices_that_held_more_later_are_given_up_with_all_others(memory, tmp_path):

@@ -59,6 +59,7 @@ def plain(script: Path) -> str:
     return done.stdout
 
 
+@takes_long
 def test_what_threads_save_is_held(tmp_path: Path) -> None:
     script = write(tmp_path / "threads.py", THREADS)
     options = (
@@ -76,6 +77,7 @@ def test_what_threads_save_is_held(tmp_path: Path) -> None:
     assert stats["written_bytes"] == stats["eligible_bytes"] == 3 * 160_000  # exp's results
 
 
+@takes_long
 def test_a_thread_s_error_is_its_own(tmp_path: Path) -> None:
     source = "import threading, torch\nthreading.Thread(target=lambda: 1 / 0).start()\n"
     script = write(tmp_path / "error.py", source)
@@ -84,6 +86,7 @@ def test_a_thread_s_error_is_its_own(tmp_path: Path) -> None:
     assert ended.stderr.endswith("ZeroDivisionError: division by zero\n")
 
 
+@takes_long
 def test_a_forked_process_starts_threads_as_plain_python_does(tmp_path: Path) -> None:
     source = """
     import os, sys, threading, torch

@@ -140,6 +140,7 @@ def test_one_process_of_a_machine_tells(tmp_path: Path) -> None:
     assert not drawn(on_terminal(tmp_path, "train(1.2)", **of_two, LOCAL_RANK="1"))
 
 
+@takes_long
 def test_a_script_that_asks_is_left_in_peace(tmp_path: Path) -> None:
     received = on_terminal(
         tmp_path,

@@ -18,6 +18,7 @@ from backstash.cli.plan import _parser
 from backstash.errors import UsageError
 from backstash.fake import FakeRun
 from backstash.plan import Plan, PlannedClass, StepFigures
+from long_tests import takes_long
 
 MIB = 1 << 20
 
@@ -286,6 +287,7 @@ def fake(tmp_path: Path, script: str, *options: str) -> subprocess.CompletedProc
     return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
 
 
+@takes_long
 def test_a_fake_run_counts_the_bytes_of_tensors(tmp_path: Path) -> None:
     """Each of 16 sines saves its input, 1 MiB; there are a weight and its momentum besides, and in backward up
     to three temporaries."""
@@ -306,6 +308,7 @@ def test_a_fake_run_counts_the_bytes_of_tensors(tmp_path: Path) -> None:
     assert "chain.py:15" in done.stdout and "everything fits" in done.stdout
 
 
+@takes_long
 def test_a_fake_run_of_what_no_machine_holds(tmp_path: Path) -> None:
     """256 TiB a sine."""
     script = CHAIN.replace("1 << 18", "1 << 46")
@@ -323,6 +326,7 @@ def test_a_fake_run_says_what_it_cannot_do(tmp_path: Path) -> None:
     assert "shapes that depend on values" in done.stderr.splitlines()[-1]
 
 
+@takes_long
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator here")
 def test_a_fake_run_on_a_device_that_is_not_here(tmp_path: Path) -> None:
     """Autograd would end the process."""

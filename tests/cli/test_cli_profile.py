@@ -11,6 +11,7 @@ import pytest
 
 from backstash.cli import _profile_text, main
 from backstash.cli._disk_speed import DiskSpeed
+from long_tests import takes_long
 
 TRAIN = """
 import sys
@@ -81,6 +82,7 @@ def test_steps_are_counted_and_the_script_is_ended(tmp_path: Path) -> None:
     assert "backstash profile --disk" in page and '"0.1"' in page
 
 
+@takes_long
 def test_a_script_that_ends_first_keeps_its_status(tmp_path: Path) -> None:
     done = profile(tmp_path, TRAIN + "\nsys.exit(3)", "2", options=("--steps", "5"))
     assert done.returncode == 3
@@ -121,6 +123,7 @@ def test_a_script_without_training_is_told_so(tmp_path: Path, source: str, said:
     assert said in done.stderr and done.stderr.count("\n") == 1
 
 
+@takes_long
 def test_a_script_with_hooks_of_its_own_is_profiled_too(tmp_path: Path) -> None:
     source = TRAIN.replace(
         "try:",

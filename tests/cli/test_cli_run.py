@@ -232,6 +232,7 @@ def test_processes_that_spawn_import_the_script(tmp_path: Path) -> None:
     assert same_as_plain(["script.py"], tmp_path).stdout == "[4, 9]\n"
 
 
+@takes_long
 def test_script_may_set_up_torch_before_importing_it(tmp_path: Path) -> None:
     write(
         tmp_path / "script.py",
@@ -422,6 +423,7 @@ def test_report_is_a_page_of_the_run(tmp_path: Path) -> None:
     assert "Linear" in drawn and "Tanh" in drawn, "the model was found, and its names"
 
 
+@takes_long
 def test_the_first_backward_is_drawn_and_what_stood_in_is_gone(tmp_path: Path) -> None:
     last = "assert torch.autograd.backward.__module__ == 'torch.autograd', torch.autograd.backward"
     write(tmp_path / "train.py", f"{TRAIN}{last}\nraise SystemExit(7)")
@@ -463,6 +465,7 @@ def test_what_a_report_cannot_know_it_says(tmp_path: Path) -> None:
     assert any("Where a step ends is not known" in note for note in report["notes"])
 
 
+@takes_long
 def test_a_report_of_nothing_and_one_that_cannot_be_written(tmp_path: Path) -> None:
     write(tmp_path / "script.py", "import torch, os; os.rename('there', 'elsewhere')")
     (tmp_path / "there").mkdir()

@@ -174,6 +174,7 @@ def test_an_error_s_last_traceback_is_the_script_s(tmp_path: Path) -> None:
     assert plain.stderr.count("ValueError: no") == 2
 
 
+@takes_long
 def test_a_thread_s_traceback_is_that_of_plain_python(tmp_path: Path) -> None:
     write(
         tmp_path / "script.py",
@@ -356,6 +357,7 @@ def test_a_script_that_closes_stderr(tmp_path: Path, script: str) -> None:
     assert (tmp_path / "run.json").exists()
 
 
+@takes_long
 @pytest.mark.parametrize(
     "first",
     mostly_long(["", "import signal\nsignal.signal(signal.SIGPIPE, signal.SIG_DFL)\n"], ""),
@@ -390,6 +392,7 @@ def test_a_stream_of_the_script_s_own_gets_the_summary(tmp_path: Path) -> None:
     assert ended.stdout.startswith("log: backstash: ") and ended.stderr == ""
 
 
+@takes_long
 def test_a_main_that_ends_while_a_thread_trains(tmp_path: Path) -> None:
     """The interpreter waits for a thread that is no daemon; the summary and the JSON are of all of it."""
     write(
@@ -418,6 +421,7 @@ def test_a_main_that_ends_while_a_thread_trains(tmp_path: Path) -> None:
     assert figures["stats"]["saves"] == 2 and figures["outcome"] == "ValueError"
 
 
+@takes_long
 def test_a_package_backstash_of_the_script_s_own(tmp_path: Path) -> None:
     write(tmp_path / "backstash/__init__.py", "NAME = 'mine'")
     train = TRAIN.replace(", backstash", "")

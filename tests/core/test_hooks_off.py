@@ -335,8 +335,9 @@ def test_where_the_step_does_not_fit_twice_only_a_known_one_has_none(memory, tmp
         if not number:
             memory.hold(OTHER + 3 * SAVED)  # what PyTorch holds is not counted here
         loss.backward()
-        if number:  # in the second, what is in flight comes on top
-            assert memory.peaks[0] <= budget + 2 * MIB * (number == 1)
+        if number:  # before there is a plan for it, what both windows hold may come on top
+            under_way = 2 * 2 * MIB * (number < 6)
+            assert memory.peaks[0] <= budget + under_way, number
         _ = stash.plan
     assert counts(stash)[0] == times + 1 and stash.plan.state == "planned"
     stash.close()

@@ -11,6 +11,7 @@ from backstash._budget.follower import Follower
 from backstash._core.admission import FITS
 from backstash.errors import InplaceError, StashClosedError
 from counted_memory import MIB, OTHER, CountedMemory, Erf
+from long_tests import takes_long
 
 LAYERS = 16  # of which each saves 1 MiB
 SAVED = LAYERS * MIB
@@ -398,6 +399,7 @@ def test_a_loaded_plan_that_leaves_all_alone_is_known_to_be_this_model_s(memory,
     stash.close()
 
 
+@takes_long
 def test_a_longer_step_under_a_loaded_plan_changes_nothing_for_the_next_ones(memory, tmp_path):
     stash, net, true = planned(memory, tmp_path)
     plan, longer = stash.plan, nn.Sequential(*net, *net[: MANY // 2])
@@ -422,6 +424,7 @@ class Twice(nn.Module):
         return x.erf() + x.erf()
 
 
+@takes_long
 def test_what_goes_and_is_saved_again_is_looked_at_again(memory, tmp_path):
     """Else it would stay in place for what saved it last, and be written all the same."""
     budget = OTHER + MANY * MIB - 40 * MIB
@@ -445,6 +448,7 @@ def test_what_goes_and_is_saved_again_is_looked_at_again(memory, tmp_path):
     stash.close()
 
 
+@takes_long
 def test_a_graph_that_is_dropped_takes_what_was_allowed_with_it(memory, tmp_path):
     """The next step begins with its first block, not when that is used up."""
     stash, net, true = planned(memory, tmp_path)
@@ -474,6 +478,7 @@ def test_what_a_plan_leaves_alone_may_not_be_modified(memory, tmp_path):
     stash.close()
 
 
+@takes_long
 def test_a_step_that_begins_with_a_small_part_begins_with_its_first_block(memory, tmp_path):
     """The part is copied and no block. What was left alone in the step before says nothing of this one."""
     large = torch.linspace(-1, 1, 1024 * 512).view(1024, 512)

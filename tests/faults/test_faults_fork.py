@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from faulty import run_python
-from long_tests import mostly_long
+from long_tests import mostly_long, takes_long
 
 LOADER = """
 import sys, torch
@@ -58,6 +58,7 @@ store.close()
 """
 
 
+@takes_long
 def test_a_data_loader_forks_while_writes_are_in_flight(tmp_path):
     result = run_python(LOADER, tmp_path)
     assert (result.returncode, result.stderr) == (0, "")
@@ -314,6 +315,7 @@ print(os.waitstatus_to_exitcode(os.wait()[1]), work.exception(), other.exception
 """
 
 
+@takes_long
 def test_a_forked_process_waits_for_no_move_that_a_thread_of_the_old_one_made():
     """A signal's handler forks in the middle of a load, and returns in both processes."""
     result = run_python(MOVING)
@@ -444,6 +446,7 @@ print(lines > 50, {os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child 
 """
 
 
+@takes_long
 def test_a_handler_forks_at_each_line_of_the_disk_and_no_slot_is_lent_twice(tmp_path):
     result = run_python(DISK, tmp_path)
     assert (result.stdout, result.stderr) == ("True {0}\n", "")
@@ -487,6 +490,7 @@ assert not problems, problems
 """
 
 
+@takes_long
 def test_a_handler_forks_in_the_middle_of_a_call_and_both_processes_go_on(tmp_path):
     result = run_python(HANDLER, tmp_path)
     assert (result.returncode, result.stderr) == (0, ""), result.stderr

@@ -6,7 +6,7 @@ import pytest
 
 from faulty import MIXES, gradients, run_python, wrong_after
 from killed import kill_at_random, train
-from long_tests import mostly_long
+from long_tests import mostly_long, takes_long
 
 
 @pytest.mark.parametrize(
@@ -20,6 +20,7 @@ def test_a_killed_process_leaves_nothing_and_the_next_begins_cleanly(tmp_path, s
     assert not wrong_after(stash)
 
 
+@takes_long
 def test_what_a_killed_process_held_is_free_again(tmp_path):
     """On a file system of its own, whose free blocks can be counted."""
     code = """

@@ -11,7 +11,7 @@ import torch
 from backstash import Disk, Stash
 from backstash._runtime.workers import Work
 from faulty import INPUTS, MIXES, ZEROS, are_right, forward, hooks_left, run_python, wrong_after
-from long_tests import mostly_long
+from long_tests import mostly_long, takes_long
 from nesting import another_step, step_with_a_call_at
 
 POINTS = int(os.environ.get("NESTED_POINTS", 6))  # of each mix and call
@@ -203,6 +203,7 @@ assert not problems, problems
 """
 
 
+@takes_long
 @pytest.mark.parametrize("mix", mostly_long(["disk", "at once"], "disk"))
 def test_a_finalizer_that_trains(tmp_path, mix):
     result = run_python(FINALIZER, tmp_path, mix)

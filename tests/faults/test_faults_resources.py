@@ -14,6 +14,7 @@ from backstash import Disk, Stash
 from backstash.errors import StashIOError
 from backstash.testing import TwinDevice
 from faulty import INPUTS, MIXES, are_right, forward, gradients, run_python, wrong_after
+from long_tests import takes_long
 
 DESCRIPTORS = """
 import resource
@@ -40,6 +41,7 @@ assert not problems, problems
 """
 
 
+@takes_long
 def test_a_limit_of_descriptors(tmp_path):
     result = run_python(DESCRIPTORS, tmp_path)
     assert (result.returncode, result.stderr) == (0, "")

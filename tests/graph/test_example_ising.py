@@ -131,6 +131,7 @@ def test_the_decompositions_are_on_disk(ising: Any, disk_dir: Path) -> None:
     stash.close()
 
 
+@takes_long
 def test_the_program(tmp_path: Path, disk_dir: Path) -> None:
     output = run("--tiny", "--disk", str(disk_dir), "--json", "out.json", cwd=tmp_path)
     assert len(re.findall(r"^ 0\.\d{4}", output, re.M)) == 2

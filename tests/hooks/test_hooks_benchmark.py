@@ -5,9 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+from long_tests import takes_long
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@takes_long
 def test_the_benchmark_runs_small(tmp_path: Path) -> None:
     out = tmp_path / "result.json"
     script = str(ROOT / "benchmarks" / "hooks_overhead.py")

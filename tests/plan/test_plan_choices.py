@@ -164,7 +164,9 @@ class Called(nn.Module):
 
 
 @pytest.mark.parametrize("budget_mib", [9, 11, 13])
-def test_a_program_that_calls_its_blocks_follows_its_plan(memory, tmp_path, monkeypatch, budget_mib):
+def test_a_program_that_calls_its_blocks_follows_its_plan(
+    memory, tmp_path, monkeypatch, budget_mib
+):
     """Every block that is not recomputed has a class that the plan knows."""
     torch.manual_seed(0)
     blocks = [Called() for _ in range(8)]

@@ -26,6 +26,7 @@ from backstash._torch.dispatch import dispatch_modes
 from backstash.errors import StashClosedError
 from backstash.plan import Plan
 from counted_memory import MIB, OTHER, CountedMemory
+from long_tests import takes_long
 
 LAYERS = 8
 SAVED = LAYERS * 4 * MIB  # of each layer: its input, and three blocks that only it saves
@@ -190,6 +191,7 @@ def test_what_a_replay_that_is_compared_leaves_free_is_not_the_step_s(
     stash.close()
 
 
+@takes_long
 def test_gates_of_a_cell_are_let_go_and_made_again(memory, tmp_path):
     """Four tensors in one storage, each with a version counter of its own, and changed one after the other."""
 
@@ -378,6 +380,7 @@ def test_a_region_that_is_refused_moves_and_is_planned_for_without(
     stash.close()
 
 
+@takes_long
 def test_larger_steps_are_measured_with_none_run_again(memory, tmp_path):
     net, budget = model(), OTHER + SAVED + 8 * MIB
     stash = memory(budget=budget, disk=tmp_path)

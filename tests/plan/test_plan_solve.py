@@ -16,6 +16,7 @@ from backstash._plan.table import Problem
 from backstash._plan.trace import Links, Moment, Option, Trace, TracedBlock, TracedRegion
 from backstash.errors import UsageError
 from backstash.plan import plan_of
+from long_tests import takes_long
 from plan_bound import linear_program
 
 MIB = 1 << 20
@@ -116,6 +117,7 @@ def test_what_does_not_fit_is_said_with_the_smallest_budget():
     assert smallest <= 100 * MIB + 17 * MIB  # the smallest window that is tried, and a block
 
 
+@takes_long
 @pytest.mark.parametrize("regions", [False, True])
 def test_the_smallest_budget_is_kept_and_hardly_any_below_it(regions):
     """It is found by a search of its own, without prices."""

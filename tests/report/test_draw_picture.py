@@ -20,6 +20,7 @@ from backstash.report import Drawing, draw
 from backstash.report._draw._colors import DARK, LIGHT
 from backstash.units import format_bytes
 from draw_models import HOSTILE, Gpt, random_graph
+from long_tests import takes_long
 
 SVG = "{http://www.w3.org/2000/svg}"
 needs_dot = pytest.mark.skipif(
@@ -276,6 +277,7 @@ def test_a_browser_shows_it_as_measured(chromium: Any, tmp_path: Path) -> None:
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@takes_long
 @needs_dot
 def test_the_benchmark_of_layouts_runs() -> None:
     command = [sys.executable, "benchmarks/draw_layouts.py", "product", "gan"]

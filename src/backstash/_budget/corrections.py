@@ -70,7 +70,6 @@ class Corrections:
         saved_bytes: int,
         *,
         is_left: bool,
-        is_measured: bool = False,
         simulated_peak_bytes: int | None = None,
         window_bytes: int = 0,
     ) -> None:
@@ -80,7 +79,6 @@ class Corrections:
             predicted_peak_bytes: of its steps.
             saved_bytes: by the step that was planned for.
             is_left: every block stays in place, unmanaged.
-            is_measured: the plan is the same as before, and only its predicted peak changes.
             simulated_peak_bytes: peak without the bias; default: the predicted peak minus the bias.
             window_bytes: part of the predicted peak that a step holds only if its transfers are slow.
         """
@@ -89,8 +87,7 @@ class Corrections:
         self._simulated_peak_bytes = simulated_peak_bytes
         self._predicted_peak_bytes, self._planned_bytes = predicted_peak_bytes, saved_bytes
         self._is_left, self._window_bytes = is_left, window_bytes
-        if not is_measured:
-            self.begin()
+        self.begin()
 
     def begin(self, *, again: bool = False) -> None:
         """Begin to measure steps under a plan; ``again``: because :meth:`is_off` returned true."""
@@ -204,9 +201,9 @@ class Corrections:
         assert self.measured is not None
         peak = self.measured[0] + self._avoided_bytes
         off, was_kept = peak - self._predicted_peak_bytes, False
-        # Subtract an overshoot in full and for good; credit three quarters of an undershoot, as far as it is not
-        # due to windows that were not filled: another plan may have none. The bias is relative to the simulated
-        # peak, which may be less than predicted.
+        # Subtract an overshoot in full and for good. Credit three quarters of an undershoot, except of windows
+        # that were not filled: another plan may have none. The bias is relative to the simulated peak, which
+        # may be less than predicted.
         if off < 0:
             off = min(0, off + self._window_bytes)
         bias_bytes = self.bias_bytes + off * 3 // 4

@@ -938,17 +938,8 @@ class Planner(Controller):
         )
 
     def _adopt(self, *, begins_step: bool = True) -> None:
-        before, (trace, solution, smallest) = self._solving.taken, self._solving.take()
-        found = self.follower.plan.measured
-        is_same = (  # the same plan as before, which was measured and kept the budget
-            found is not None
-            and found.peak_bytes <= self._budget
-            and before is not None
-            and before[0].blocks is trace.blocks
-            and before[1].choices == solution.choices
-            and before[1].windows == solution.windows
-            and before[1].levels == solution.levels
-        )
+        is_first = self._solving.taken is None
+        trace, solution, smallest = self._solving.take()
         stays = self.regions.all_stays if self.regions is not None else {}
         bias_bytes = self._corrections.bias_bytes
         plan = plan_of(self._budget, trace, solution, smallest, bias_bytes, stays)
@@ -957,10 +948,8 @@ class Planner(Controller):
         if plan.state == "too small":  # a reported budget can be kept, and so can any larger one
             self._smallest_bytes = max(self._smallest_bytes, plan.smallest_budget_bytes or 0)
             plan = _with(plan, smallest_budget_bytes=self._smallest_bytes)
-        self.follower.follow(_with(plan, measured=found) if is_same else plan)
-        if is_same:
-            self._note_kept()
-        elif plan.state == "too small" and (before is None or self._too_small is not None):
+        self.follower.follow(plan)
+        if plan.state == "too small" and (is_first or self._too_small is not None):
             note = (
                 f"{self._named} cannot be kept: the smallest that this step can keep is "
                 f"{format_bytes(self._smallest_bytes)}, with everything moved or recomputed that can "
@@ -970,7 +959,7 @@ class Planner(Controller):
         at_start = trace.moments[0].other_bytes if trace.moments else 0
         is_left = self.follower.plan.state == "left alone"
         grown_bytes = max(solution.forecast.peak_bytes, solution.measured_bytes or 0) - at_start
-        holds_too_much = not is_same and self._guard.plan_for(grown_bytes, is_left=is_left)
+        holds_too_much = self._guard.plan_for(grown_bytes, is_left=is_left)
         again = [
             at
             for at, each in enumerate(trace.cut_at(solution.levels).regions)
@@ -1002,7 +991,6 @@ class Planner(Controller):
             predicted_bytes,
             _saved_by(trace),
             is_left=is_left,
-            is_measured=is_same,
             simulated_peak_bytes=solution.forecast.peak_bytes,
             window_bytes=sum(self._limits.planned_windows) if solution.forecast.moved_bytes else 0,
         )
@@ -1012,10 +1000,7 @@ class Planner(Controller):
             self._guard.trim()  # free what moving needed
         elif begins_step and holds_too_much and self._device is None:
             self._give_back()
-        if is_same:
-            self._correct()  # with the new predicted peak
-        else:
-            self._recording.start()
+        self._recording.start()
 
     def _first_windows(self) -> tuple[int, int]:
         """Return the windows before anything is measured: each an eighth of what the budget leaves, 16 to 128
