@@ -2009,7 +2009,7 @@ def test_auto_is_what_the_machine_can_spare(tmp_path):
 def test_plans_that_change_at_every_step_are_exact(memory, tmp_path, monkeypatch):
     generator = torch.Generator().manual_seed(0)
 
-    def choose(follower, block, tensor):
+    def choose(follower, block, tensor, modules):
         return ["", "disk"][int(torch.randint(2, (), generator=generator))]
 
     monkeypatch.setattr(backstash._budget.follower.Follower, "choose", choose)

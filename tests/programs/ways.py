@@ -307,7 +307,7 @@ def _plan_anything(planned: Stash, rng: random.Random) -> None:
     planner: Any = planned._planner
     planner._recording.start = lambda: None
 
-    def choose(block: Any, tensor: Tensor) -> str:
+    def choose(block: Any, tensor: Tensor, modules: Any) -> str:
         tiers = planner._limits.tiers
         # No block waits for its own write, which the program may hold up.
         tiers.evictor.inflight.window_bytes = rng.choice((1 << 20, 1 << 24))
