@@ -17,8 +17,6 @@ block; ``"left"``, nothing (unmanaged); ``"sampled"``, nothing, and its memory i
 
 _TO_LEARN = 1  # bytes: the budget with which `backstash plan` measures what any budget would cost
 _ALIKE = 0.02  # two steps of one shape differ by at most this part of their bytes
-# On an accelerator: a step that tries what recomputing costs waits for its device, and holds more for it.
-_TRIED_ALIKE = 0.125
 _LEFT_ALIKE = 0.125  # likewise if one was unmanaged: its last saves are not reported
 _LEARNT_PAIRS = 3  # pairs of steps measured for `backstash plan`
 # Unmanaged steps for `backstash plan`. Memory is freed before the first; the step after them is sampled.
@@ -153,11 +151,10 @@ class FirstSteps:
         return self._told_bytes[self.records.index(record)]
 
     def alike(self) -> Iterable[tuple[StepRecord, StepRecord]]:
-        """Yield the pairs of steps that both saved as much as the largest."""
-        most, steps = self.largest.saved_bytes, self.records[1:]
-        alike = _TRIED_ALIKE if self._copies_aside else _ALIKE
+        """Yield the pairs of steps whose backward used as much as the largest's."""
+        most, steps = self.largest.used_bytes, self.records[1:]
         for pair in zip(steps[::2], steps[1::2], strict=False):
-            if all(abs(each.saved_bytes - most) <= alike * most for each in pair):
+            if all(abs(each.used_bytes - most) <= _ALIKE * most for each in pair):
                 yield pair
 
     def costs(self) -> tuple[Links, Costs]:

@@ -103,6 +103,12 @@ class StepRecord:
         return sum(event[3] for event in self.told if event[0] == "save")
 
     @property
+    def used_bytes(self) -> int:
+        """Bytes of the saved tensors that backward used. A step that tries what recomputing costs saves more,
+        which only its trials read."""
+        return sum(event[3] for event in self.told if event[0] == "use")
+
+    @property
     def moved_bytes(self) -> int:
         """Bytes transferred, both directions together."""
         return sum(event[3] for event in self.told if event[0] in _TRANSFERS)

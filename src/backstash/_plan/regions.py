@@ -242,9 +242,12 @@ def traced_regions(
     """
     found: list[TracedRegion] = []
     forwards = list(forwards)
-    graphs = {each.name: each.graph for each in forwards if each.graph is not None}
+    graphs = {each.name: (each.graph, each.nbytes) for each in forwards if each.graph is not None}
     for each in forwards:
-        graph = each.graph or graphs.get(each.name)  # not of each one a replay was timed
+        # Not of each one a replay was timed.
+        graph, nbytes = graphs.get(each.name, (None, 0))
+        if each.graph is not None:
+            graph, nbytes = each.graph, each.nbytes
         held = stays.get((each.name, each.index), frozenset())
         kept = {block for number, block in each.saved.items() if number in held}
         members = sorted(
@@ -259,7 +262,7 @@ def traced_regions(
                 each.name,
                 tuple(members),
                 each.told_seconds,
-                max(each.seconds + each.told_seconds, each.again_seconds),
+                _again_seconds(each, graph, each.nbytes / nbytes if nbytes else 0.0),
                 beside,
                 each.index,
                 each.small_bytes,
@@ -269,6 +272,17 @@ def traced_regions(
             )
         )
     return tuple(found)
+
+
+def _again_seconds(forward: Forward, graph: CallGraph | None, size: float) -> float:
+    """The seconds of a replay of this forward, which is ``size`` times as large as the one of the graph.
+
+    On an accelerator a replay is timed by its operations, on a device that is kept busy: while a step is
+    recorded, the host takes longer for a forward than the device does.
+    """
+    if graph is not None and not forward.again_seconds:
+        return graph.seconds * size
+    return max(forward.seconds + forward.told_seconds, forward.again_seconds)
 
 
 def _cuts(
