@@ -124,7 +124,8 @@ class Follower:
         """Count a block that the plan or a policy admits, and check whether the step is larger than any planned
         one."""
         is_planned = self.choices is not None and self.plan.state != "loaded"
-        larger = self._shape.count(block.nbytes, is_planned=is_planned)
+        is_again = block.saves.done > 1
+        larger = self._shape.count(block.nbytes, is_planned=is_planned, is_again=is_again)
         if larger is not None:
             self._begin_larger(*larger)
         self._recording.note_class(block.cleanup.serial, "")

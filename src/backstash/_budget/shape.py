@@ -65,7 +65,8 @@ class StepShape:
         # First blocks: this step's, the last step's, and the largest of any step that was not larger.
         self._first_bytes = self._ended_first_bytes = self._most_first_bytes = 0
         self._most_saved_bytes = sys.maxsize  # of the blocks of a step that is not larger
-        self._saved_bytes = self._asked_bytes = 0  # in this step so far: blocks, and all saves
+        # In this step so far: blocks, those of them whose memory had moved before, and all saves.
+        self._saved_bytes = self._again_bytes = self._asked_bytes = 0
         self._is_seen = True
         self._known_asked_bytes = self._planned_asked_bytes = self._most_asked_bytes = 0
         # Steps that are still to be measured until one is as large, and the most of them.
@@ -88,15 +89,19 @@ class StepShape:
             self._most_asked_bytes = max(self._most_asked_bytes, ended.asked_bytes)
         self.is_larger = self.is_unknown = False
         self._ended_first_bytes = self._first_bytes
-        self.counted = self._saved_bytes = self._asked_bytes = 0
+        self.counted = self._saved_bytes = self._again_bytes = self._asked_bytes = 0
         return ended
 
-    def count(self, nbytes: int, *, is_planned: bool) -> tuple[int, int] | None:
+    def count(
+        self, nbytes: int, *, is_planned: bool, is_again: bool = False
+    ) -> tuple[int, int] | None:
         """Count a block that is saved.
 
         Args:
             nbytes: its size.
             is_planned: whether there is a planned step.
+            is_again: its memory was saved before in this step, and has moved since. How many do so depends on
+                the speed of transfers, so they make no step a larger one.
 
         Returns:
             If this step may be larger than the planned one: bytes of this step, and of that one at the same
@@ -109,9 +114,10 @@ class StepShape:
                 if nbytes > self._most_first_bytes or self.expects_larger:
                     larger = nbytes, self._known_first_bytes
             self._first_bytes = nbytes
-        elif not self.is_larger and self._saved_bytes > self._most_saved_bytes:
+        elif not self.is_larger and self._saved_bytes - self._again_bytes > self._most_saved_bytes:
             larger = self._saved_bytes, self.known_bytes
         self._saved_bytes += nbytes
+        self._again_bytes += nbytes * is_again
         self.counted += 1
         return larger
 

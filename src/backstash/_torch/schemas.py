@@ -105,7 +105,14 @@ def _is_composite(func: Any) -> bool:
     if not has_kernels(func.name()):
         return False  # such as sym_size, for which has_kernel_for_dispatch_key aborts
     keys = torch._C.DispatchKey
-    kernels = (keys.CPU, keys.CUDA, keys.CompositeExplicitAutograd)
+    kernels = (
+        keys.CPU,
+        keys.CUDA,
+        keys.MPS,
+        keys.XPU,
+        keys.PrivateUse1,
+        keys.CompositeExplicitAutograd,
+    )
     return func.has_kernel_for_dispatch_key(keys.CompositeImplicitAutograd) and not any(
         map(func.has_kernel_for_dispatch_key, kernels)
     )
