@@ -62,4 +62,4 @@ def test_what_does_not_fit_runs_instead_of_dying(tmp_path: Path) -> None:
     assert done.stdout == plain.stdout
     plan = json.loads(figures.read_text())["plan"]
     assert plan["state"] == "planned", done.stderr
-    assert plan["measured"] is None or plan["measured"]["peak_bytes"] <= plan["budget_bytes"]
+    assert plan["measured"] is None or plan["measured"]["peak_bytes"] <= limit_bytes

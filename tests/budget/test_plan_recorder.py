@@ -16,6 +16,7 @@ from backstash._budget.record import (
     trace_of,
     typical_costs,
 )
+from backstash._budget.shape import StepShape
 from backstash._plan.regions import Forward
 from backstash._plan.trace import Links, Moment, Option, Trace, TracedRegion
 
@@ -109,6 +110,44 @@ def test_on_an_accelerator_the_step_that_computed_for_the_least_time_is_planned_
         for each in steps:
             first.add(each, 1.0, MIB, 0)
         assert first.traced is expected and first.largest is steps[1]
+
+
+def test_a_step_that_saves_more_for_trials_is_like_one_whose_backward_uses_as_much():
+    """Trials of the first step of a pair save a fifth of its bytes, and no backward uses them."""
+    steps = []
+    for computing, tried in ((9.0, 0), (8.0, 1), (5.0, 0)):
+        blocks = range(5 + tried)
+        events = [told("save", 0.1 * at, number=at) for at in blocks]
+        events += [told("use", 2 + 0.1 * at, number=at) for at in blocks[:5]]
+        steps.append(record(*events, ended=computing))
+    first = FirstSteps(10**9, copies_aside=True)
+    for each in steps:
+        first.add(each, 1.0, MIB, 0)
+    assert first.largest is steps[1] and first.traced is steps[2]
+
+
+def test_memory_that_moved_between_two_saves_makes_no_step_a_larger_one():
+    shape = StepShape(begins_as_known=False)
+    shape.follow([MIB] * 10, 0)
+    for is_again in (False, True):
+        shape.begin_step(is_first=False)
+        found = [shape.count(MIB, is_planned=True) for _ in range(10)]
+        found += [shape.count(MIB, is_planned=True, is_again=is_again) for _ in range(3)]
+        assert any(found) is not is_again
+        assert shape.saved_bytes == 13 * MIB
+
+
+def test_a_step_with_the_planned_blocks_shows_how_much_is_saved_in_all():
+    shape = StepShape(begins_as_known=False)
+    shape.begin_plan(50 * MIB)
+    shape.follow([MIB] * 10, 0)
+    for _ in range(10):
+        shape.count(MIB, is_planned=True)
+    shape.count_saved(30 * MIB)
+    ended = shape.begin_step(is_first=False)
+    assert shape.is_alike(ended, by_blocks=True) and not shape.is_alike(ended, by_blocks=False)
+    shape.note_alike(ended)
+    assert shape.is_alike(ended, by_blocks=False)
 
 
 def test_a_trace_has_the_options_that_another_step_was_asked_for():

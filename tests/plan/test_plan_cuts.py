@@ -97,6 +97,23 @@ def test_a_forward_that_saved_something_else_has_no_cuts():
     assert region.cut_at(1) is region
 
 
+def test_a_replay_of_which_only_the_operations_were_timed_takes_what_they_took():
+    """On an accelerator. A forward of the same name with twice the bytes takes twice as long; one whose replay
+    was timed as a whole, as on the CPU, what that took."""
+    graph = CallGraph(
+        (CallOperation(1.5, (), (0,)), CallOperation(0.5, (0,), (1,))), ((0, 0), (1, 1))
+    )
+    blocks = [TracedBlock("class", 100, {"keep": Option(100)}) for _ in range(4)]
+    timed = Forward("a", 0, saved={0: 0}, graph=graph, nbytes=100, seconds=5.0, can_run_again=True)
+    larger = Forward("a", 1, saved={0: 1, 1: 2}, nbytes=200, seconds=5.0, can_run_again=True)
+    other = Forward("b", 0, saved={0: 3}, nbytes=100, seconds=5.0, can_run_again=True)
+    index = {at: at for at in range(4)}
+    found = traced_regions([larger, timed, other], {}, blocks, index)
+    assert [each.use_seconds for each in found] == [4.0, 2.0, 5.0]
+    timed.again_seconds = 6.0
+    assert traced_regions([timed], {}, blocks, index)[0].use_seconds == 6.0
+
+
 def cut_trace():
     """A call whose first block is dear to compute, and it is dear to move. Between forward and backward the
     step takes most."""

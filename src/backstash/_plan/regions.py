@@ -246,8 +246,9 @@ def traced_regions(
     for each in forwards:
         # Not of each one a replay was timed.
         graph, nbytes = graphs.get(each.name, (None, 0))
+        size = each.nbytes / nbytes if nbytes else 1.0
         if each.graph is not None:
-            graph, nbytes = each.graph, each.nbytes
+            graph, size = each.graph, 1.0
         held = stays.get((each.name, each.index), frozenset())
         kept = {block for number, block in each.saved.items() if number in held}
         members = sorted(
@@ -262,7 +263,7 @@ def traced_regions(
                 each.name,
                 tuple(members),
                 each.told_seconds,
-                _again_seconds(each, graph, each.nbytes / nbytes if nbytes else 0.0),
+                _again_seconds(each, graph, size),
                 beside,
                 each.index,
                 each.small_bytes,
