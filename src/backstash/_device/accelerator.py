@@ -45,7 +45,7 @@ from .._torch.device_memory import allocator_counts
 from .._torch.host_memory import empty_host_cache
 from .._torch.streams import capture_query, current_stream
 from .base import Check, Completion, Copy, Device, MemoryFigures
-from .fingerprint import kernel, sums
+from .fingerprint import sums
 
 __all__ = ["Accelerator", "accelerator"]
 
@@ -314,12 +314,6 @@ class Accelerator(Device):
         unfinished = self.unfinished
         while unfinished and unfinished[0][0].query():
             unfinished.popleft()
-
-    def prepare_marks(self) -> None:
-        """See :meth:`Device.prepare_marks`."""
-        if not self.is_capturing():
-            with suppress(torch.OutOfMemoryError):
-                kernel(self._device)
 
     def mark(
         self, storage: torch.UntypedStorage, made_on: Any, first: int = 0, nbytes: int = -1

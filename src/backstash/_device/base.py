@@ -125,9 +125,6 @@ class Device(ABC):
         Raises ``torch.OutOfMemoryError``; nothing has begun then.
         """
 
-    def prepare_marks(self) -> None:  # noqa: B027
-        """Prepare :meth:`mark`, whose first call would take long."""
-
     @abstractmethod
     def mark(self, storage: UntypedStorage, made_on: Any, first: int = 0, nbytes: int = -1) -> Any:
         """Return a mark of ``nbytes`` of ``storage`` from ``first``, a multiple of 4, on (-1: all), as they are

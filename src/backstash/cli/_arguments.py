@@ -86,10 +86,6 @@ class Parser(argparse.ArgumentParser):
         """Return all options and positional arguments, in order."""
         return self._actions
 
-    def positionals(self) -> list[argparse.Action]:
-        """Return the positional arguments."""
-        return [action for action in self._actions if not action.option_strings]
-
     def options(self) -> list[str]:
         """Return the long names of all options."""
         names = [name for action in self._actions for name in action.option_strings]

@@ -154,9 +154,6 @@ class CountedDevice(Accelerator):
     def keep_busy(self, seconds: float) -> None:
         """See :meth:`Device.keep_busy`. What it counts has no time."""
 
-    def prepare_marks(self) -> None:
-        """See :meth:`Device.prepare_marks`."""
-
     def sums(self, storage: torch.UntypedStorage, first: int = 0, nbytes: int = -1) -> Tensor:
         """See :meth:`Accelerator.sums`."""
         self.counts["kernels"] += 1
