@@ -1070,7 +1070,7 @@ def test_what_the_process_held_between_two_steps_is_of_neither(with_free, memory
     for part in range(1, 4):
         memory.hold(planner._budget + 4 * part * MIB)
         assert run() == moved
-    assert planner._corrections.bias_bytes == bias and planner._exceeding == 0
+    assert planner._corrections.bias_bytes == bias and planner._reports.exceeding == 0
 
 
 def test_what_is_free_is_given_back_before_less_is_kept(with_free, memory):
@@ -1247,7 +1247,7 @@ def test_what_is_held_between_two_steps_is_not_blamed_on_the_plan(with_free):
     given_back.clear()
     assert [run() for _ in range(3)] == [moved] * 3
     assert given_back[0] == 2 * planner._budget
-    assert planner._corrections.bias_bytes == bias and planner._exceeding == 0
+    assert planner._corrections.bias_bytes == bias and planner._reports.exceeding == 0
     assert planner.plan.state == "planned"
 
 
@@ -1521,7 +1521,7 @@ def test_what_is_held_because_nothing_was_given_back_is_not_blamed_on_the_plan(
     guard.keeps_free, guard.highest_bytes = keeps_free, planner._budget * 2
     guard._start_bytes = guard._most_at_start + planner._budget
     run()
-    assert planner._exceeding == (not keeps_free)
+    assert planner._reports.exceeding == (not keeps_free)
     assert (planner._corrections.bias_bytes > 50 * MIB) == (not keeps_free)
     assert guard._most_kept_free == 0 or not keeps_free, "none begins so from now on"
 

@@ -24,7 +24,6 @@ plan's sizes apply to them.
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -40,15 +39,14 @@ from .._plan.table import REGION, absent_operands
 from .._plan.trace import Links, Option, Trace
 from .._runtime.trace import EventLog
 from .._saved.block import Block
-from .._text import level_of_program
 from .._tiers.device_tiers import DeviceTiers
 from .._tiers.packing import Price
 from .._torch.dynamo import leave_untraced
-from ..errors import BudgetError, StashWarning
 from ..memory import spare_bytes
 from ..plan import Plan, StepFigures, plan_of, usable_bytes
 from ..policy import MIN_BYTES
 from ..units import format_bytes
+from .budget_reports import BudgetReports
 from .corrections import Corrections
 from .first_steps import FirstSteps, Mode
 from .follower import Follower
@@ -65,8 +63,6 @@ __all__ = ["Planner", "auto_budget", "held_and_spare"]
 
 _GUARD_BYTES = 1 << 20  # bytes saved between two readings of the process's memory
 _LEAST_WINDOW_BYTES = 16 << 20
-_MARGIN = 50  # an excess of up to 1/50 of the budget is not reported
-_WARNED_AT = 3  # steps that exceeded the budget, although it was planned again
 _SHORT_PART = 16  # plans use 1/16 of the budget less after the device ran out of memory within it
 _LEAST_BYTES = 16 << 10  # smallest block; a block itself takes 2 KiB and 0.1 ms of a step
 _TRIED_FORWARDS = 2  # of a name, of which an accelerator times a replay
@@ -101,8 +97,6 @@ class Planner(Controller):
         device: Device | None = None,
         strict: bool = False,
     ) -> None:
-        self._strict = strict
-        self._refusal: str | None = None  # message of the error that check() raises
         self.min_bytes = _LEAST_BYTES if loaded is None and budget != 1 else MIN_BYTES
         """The smallest storage that moves, if the caller does not say. In the first step smaller ones do, too,
         and after it if the budget cannot be kept otherwise."""
@@ -136,9 +130,8 @@ class Planner(Controller):
         self._corrections = Corrections()
         self._anew_bytes = 0  # returned to the system before this step
         self._recording_seconds = 0.0  # of recording operations, not yet in any block's price
-        self._exceeding = 0  # steps under a plan that exceeded the budget
-        self.notes: dict[str, None] = {}
-        self._too_small: str | None = None  # the note that the budget cannot be kept
+        self._reports = BudgetReports(self._budget, self._named, strict=strict)
+        self.notes = self._reports.notes
         self._solving = Solving(windows, self.notes)
         self.follower = Follower(
             Plan(self._budget, "measuring", device=self._device_name),
@@ -529,46 +522,26 @@ class Planner(Controller):
         if self._tier is not None and not self._first_steps.keeps_first:
             self._look_whether_it_fits(first_trace)
         elif (other := _most_other(first_trace)) > self._budget:
-            self._warn_too_small(
-                f"{self._named} cannot be kept: in addition to the tensors saved for backward this "
-                f"step holds {format_bytes(other)}; the smallest budget that can be kept is known "
-                "after the second step"
+            self._reports.warn_too_small(
+                f"in addition to the tensors saved for backward this step holds {format_bytes(other)}; "
+                "the smallest budget that can be kept is known after the second step"
             )
 
     def _look_whether_it_fits(self, trace: Trace) -> None:
         """Warn if the budget cannot be kept: after the first step that moves everything; if nothing can move,
         after the second, which shows what can be recomputed and packed."""
         if self._smallest_of(trace) > self._budget:
-            self._warn_too_small(
-                f"{self._named} cannot be kept: a step needs more, even with everything moved that can "
-                "move; the smallest budget that can be kept is known after three steps"
+            self._reports.warn_too_small(
+                "a step needs more, even with everything moved that can move; the smallest budget that can "
+                "be kept is known after three steps"
             )
 
     def _smallest_of(self, trace: Trace) -> int:
         return smallest_budget(trace, allowed=self._allowed(), windows=self._limits.given_windows)
 
-    def _warn_too_small(self, note: str) -> None:
-        """Report that the budget cannot be kept, in place of an earlier report. A step may keep the budget
-        nevertheless."""
-        if note not in self.notes:
-            self._forget_too_small()
-            self._too_small = note
-            self._tell(note)
-
-    def _forget_too_small(self) -> None:
-        if self._too_small is not None:
-            self.notes.pop(self._too_small, None)
-            self._too_small = None
-
     def check(self) -> None:
-        """Raise what an ended step was found to be, if the caller wants an error.
-
-        Raises:
-            BudgetError: a step exceeded a budget that cannot be kept, or three steps exceeded one that can.
-        """
-        if self._refusal is not None:
-            refusal, self._refusal = self._refusal, None
-            raise BudgetError(refusal)
+        """See :meth:`Controller.check`."""
+        self._reports.check()
 
     def _ran_out(self, *, earlier: bool) -> str:
         """Hold less from now on, if possible: the device ran out of memory within the budget.
@@ -616,20 +589,9 @@ class Planner(Controller):
         return f"budget={format_bytes(self._budget)}{where}"
 
     def _count_exceeding(self, highest_bytes: int) -> None:
-        margin = 0 if self._strict else self._budget // _MARGIN
-        if highest_bytes > self._budget + margin:
-            self._exceeding += 1
+        is_loaded = self.follower.plan.state == "loaded"
+        if self._reports.count(highest_bytes, is_loaded=is_loaded):
             self.follower.has_exceeded = True
-            if self._strict and self._too_small is not None:
-                self._refusal = self._too_small
-            elif self._exceeding == _WARNED_AT and (self._strict or not self.notes):
-                why = "The plan fits the largest measured step, and these steps needed more memory"
-                if self.follower.plan.state == "loaded":
-                    why = "A loaded plan is never changed; give budget= instead to have a plan made"
-                self._refuse(
-                    f"{self._named} was exceeded in {_WARNED_AT} steps; the last one held "
-                    f"{format_bytes(highest_bytes)}. {why}"
-                )
 
     def _watch(
         self, record: StepRecord | None, found: StepFigures, looked_bytes: int, *, is_alike: bool
@@ -677,7 +639,7 @@ class Planner(Controller):
             self.follower.plan = _with(
                 self.follower.plan, state="planned", smallest_budget_bytes=None
             )
-            self._forget_too_small()
+            self._reports.forget_too_small()
 
     def _correct(self) -> None:
         """Report what was measured, and plan again if the peak differs from the prediction."""
@@ -949,13 +911,11 @@ class Planner(Controller):
             self._smallest_bytes = max(self._smallest_bytes, plan.smallest_budget_bytes or 0)
             plan = _with(plan, smallest_budget_bytes=self._smallest_bytes)
         self.follower.follow(plan)
-        if plan.state == "too small" and (is_first or self._too_small is not None):
-            note = (
-                f"{self._named} cannot be kept: the smallest that this step can keep is "
-                f"{format_bytes(self._smallest_bytes)}, with everything moved or recomputed that can "
-                "be"
+        if plan.state == "too small" and (is_first or self._reports.is_too_small):
+            self._reports.warn_too_small(
+                f"the smallest that this step can keep is {format_bytes(self._smallest_bytes)}, with "
+                "everything moved or recomputed that can be"
             )
-            self._warn_too_small(note)
         at_start = trace.moments[0].other_bytes if trace.moments else 0
         is_left = self.follower.plan.state == "left alone"
         grown_bytes = max(solution.forecast.peak_bytes, solution.measured_bytes or 0) - at_start
@@ -1009,18 +969,6 @@ class Planner(Controller):
         least = min(_LEAST_WINDOW_BYTES, self._budget // 16)
         size = min(128 << 20, max(least, left // 8))
         return size, size
-
-    def _refuse(self, note: str) -> None:
-        """Warn, or with ``strict`` have :meth:`check` raise it."""
-        if self._strict:
-            self.notes[note], self._refusal = None, note
-        else:
-            self._tell(note)
-
-    def _tell(self, note: str) -> None:
-        if note not in self.notes:
-            self.notes[note] = None
-            warnings.warn(note, StashWarning, stacklevel=level_of_program())
 
 
 def _option(price: Price) -> Option:

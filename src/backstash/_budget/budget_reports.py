@@ -1,0 +1,89 @@
+"""What the program is told of a budget that cannot be kept, or that steps exceeded: a warning or an error."""
+
+from __future__ import annotations
+
+import warnings
+
+from .._text import level_of_program
+from ..errors import BudgetError, StashWarning
+from ..units import format_bytes
+
+__all__ = ["BudgetReports"]
+
+_MARGIN = 50  # an excess of up to 1/50 of the budget is not reported
+_WARNED_AT = 3  # steps that exceeded the budget, although it was planned again
+_LARGER = "The plan fits the largest measured step, and these steps needed more memory"
+_LOADED = "A loaded plan is never changed; give budget= instead to have a plan made"
+
+
+class BudgetReports:
+    """Report each thing once. With ``strict``, :meth:`check` raises it.
+
+    Args:
+        budget: in bytes.
+        name: of the budget, for the texts.
+        strict: whether exceeding the budget is an error.
+    """
+
+    def __init__(self, budget: int, name: str, *, strict: bool) -> None:
+        self._budget, self._name, self._strict = budget, name, strict
+        self.notes: dict[str, None] = {}
+        """The notes for ``stats().notes``."""
+        self.exceeding = 0
+        """The number of steps under a plan that exceeded the budget."""
+        self._too_small: str | None = None  # the note that the budget cannot be kept
+        self._refusal: str | None = None  # the message of the error that check() raises
+
+    @property
+    def is_too_small(self) -> bool:
+        """Whether it was reported that the budget cannot be kept."""
+        return self._too_small is not None
+
+    def warn_too_small(self, why: str) -> None:
+        """Report that the budget cannot be kept, in place of an earlier report. A step may keep the budget
+        nevertheless."""
+        note = f"{self._name} cannot be kept: {why}"
+        if note not in self.notes:
+            self.forget_too_small()
+            self._too_small = note
+            self._warn(note)
+
+    def forget_too_small(self) -> None:
+        """Withdraw that report: steps kept the budget."""
+        if self._too_small is not None:
+            self.notes.pop(self._too_small, None)
+            self._too_small = None
+
+    def count(self, highest_bytes: int, *, is_loaded: bool) -> bool:
+        """Count an ended step if it held too much. Return whether it did."""
+        margin = 0 if self._strict else self._budget // _MARGIN
+        if highest_bytes <= self._budget + margin:
+            return False
+        self.exceeding += 1
+        if self._strict and self._too_small is not None:
+            self._refusal = self._too_small
+        elif self.exceeding == _WARNED_AT and (self._strict or not self.notes):
+            note = (
+                f"{self._name} was exceeded in {_WARNED_AT} steps; the last one held "
+                f"{format_bytes(highest_bytes)}. {_LOADED if is_loaded else _LARGER}"
+            )
+            if self._strict:
+                self.notes[note], self._refusal = None, note
+            else:
+                self._warn(note)
+        return True
+
+    def check(self) -> None:
+        """Raise what an ended step was found to be.
+
+        Raises:
+            BudgetError: a step exceeded a budget that cannot be kept, or three steps exceeded one that can.
+        """
+        if self._refusal is not None:
+            refusal, self._refusal = self._refusal, None
+            raise BudgetError(refusal)
+
+    def _warn(self, note: str) -> None:
+        if note not in self.notes:
+            self.notes[note] = None
+            warnings.warn(note, StashWarning, stacklevel=level_of_program())
