@@ -353,8 +353,10 @@ def wait(at):
             signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
             time.sleep(0.01)
         may_end.set()
-    def forks_once(*_):
-        if len(children) == number:
+    has_forked = []
+    def forks_once(*_):  # another signal may come while it forks
+        if not has_forked:
+            has_forked.append(True)
             forks()
     signal.signal(signal.SIGUSR1, forks_once)
     if at < 0:
