@@ -135,6 +135,29 @@ def test_memory_that_moved_between_two_saves_makes_no_step_a_larger_one():
         found += [shape.count(MIB, is_planned=True, is_again=is_again) for _ in range(3)]
         assert any(found) is not is_again
         assert shape.saved_bytes == 13 * MIB
+        ended = shape.begin_step(is_first=False)
+        assert ended.saved_bytes == (10 if is_again else 13) * MIB
+
+
+def test_memory_that_moved_between_two_saves_is_one_block_of_a_trace():
+    """Its second block is of a step that did not know yet that it would be saved again."""
+    step = record(
+        told("save", 1.0, number=0),
+        told("save", 1.5, number=1),
+        told("save", 2.0, number=2),
+        told("use", 2.5, number=1),
+        told("use", 3.0, number=0),
+        told("free", 3.25, number=1),
+        told("free", 3.5, number=0),
+    )
+    step.copies.add(1)
+    trace = trace_of(step, LINKS, Costs(), "host")
+    assert len(trace.blocks) == 2 and trace.compute_seconds == pytest.approx(4.0)
+    assert [(each.kind, each.block) for each in trace.moments] == [
+        *(("save", 0), ("save", 1)),
+        *(("use", 0), ("free", 0)),
+    ]
+    assert step.used_bytes == 2 * MIB, "as in a step that knew it"
 
 
 def test_a_step_with_the_planned_blocks_shows_how_much_is_saved_in_all():

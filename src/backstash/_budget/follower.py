@@ -129,6 +129,8 @@ class Follower:
         if larger is not None:
             self._begin_larger(*larger)
         self._recording.note_class(block.cleanup.serial, "")
+        if is_again:
+            self._recording.note_copy(block.cleanup.serial)
 
     def may_leave_bytes(self, threads: int, *, is_block: bool = True) -> int:
         """Return how many bytes may be saved without becoming blocks until the next call; -1: none.

@@ -40,6 +40,9 @@ class StepRecord:
     save."""
     saves: dict[int, int] = field(default_factory=dict)
     """By the number of a block that was saved more than once: the number of its saves."""
+    copies: set[int] = field(default_factory=set)
+    """The numbers of blocks whose memory had been saved before in this step, and had moved: a step that holds
+    what is saved again until its last save has no such blocks."""
     forwards: list[Forward] = field(default_factory=list)
     """Forwards of modules that may be recomputed; the events ``"enter"`` and ``"leave"`` contain their
     index."""
@@ -375,7 +378,9 @@ def trace_of(
         priced: the step whose blocks have options other than staying and moving; ``None``: this one.
     """
     offers, intervals = _offers(priced or record), _Intervals(record, costs.per_moved_byte)
-    saved = [event[4] for event in record.told if event[0] == "save"]
+    saved = [
+        event[4] for event in record.told if event[0] == "save" and event[4] not in record.copies
+    ]
     saves_each = sum(record.saves.get(each, 1) for each in saved) / max(1, len(saved))
     parts: list[float] = []
     blocks: list[TracedBlock] = []
@@ -393,7 +398,9 @@ def trace_of(
         intervals.tell(nbytes if kind in _TRANSFERS else 0)
         if kind not in _OURS:
             intervals.look(start)
-        if kind not in _KINDS or (kind != "save" and number not in index):
+        if kind not in _KINDS or number in record.copies:
+            continue
+        if kind != "save" and number not in index:
             continue
         if kind == "save":
             index[number] = len(blocks)

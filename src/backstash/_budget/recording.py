@@ -84,11 +84,17 @@ class StepRecording:
         self._offers: dict[int, dict[str, Option]] = {}
         self._again: dict[int, int] = {}
         self._saves: dict[int, int] = {}
+        self._copies: set[int] = set()
 
     def note_class(self, serial: int, group: str) -> None:
         """Record the class of a block; ``""`` if it is not known yet."""
         if self.is_on:
             self._groups[serial] = group
+
+    def note_copy(self, serial: int) -> None:
+        """Record that the memory of a block was saved before in this step, and had moved."""
+        if self.is_on:
+            self._copies.add(serial)
 
     def note_prices(self, serial: int, prices: Mapping[str, Option | None]) -> None:
         """Record the costs of each way to hold a block; ``None`` if it cannot be held that way."""
@@ -114,6 +120,7 @@ class StepRecording:
             self._offers,
             self._again,
             self._saves,
+            self._copies,
             regions.take() if regions is not None else [],
             regions.all_stays if regions is not None else {},
         )

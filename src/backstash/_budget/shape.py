@@ -26,7 +26,7 @@ class EndedStep:
     was_larger: bool
     """Whether it was taken to be larger than any planned step."""
     saved_bytes: int
-    """Bytes of its blocks."""
+    """Bytes of its blocks, without those whose memory had been saved before and had moved."""
     asked_bytes: int
     """Bytes of all saved storages, each counted as often as it was saved."""
     most_asked_bytes: int
@@ -79,7 +79,7 @@ class StepShape:
         """Begin a step, and return what the last one saved."""
         ended = EndedStep(
             self.is_larger,
-            self._saved_bytes,
+            self._saved_bytes - self._again_bytes,
             self._asked_bytes,
             self._most_asked_bytes,
             self._is_seen,
