@@ -1166,6 +1166,20 @@ def test_what_an_operation_takes_until_it_ends_counts_before_there_is_a_plan():
     assert backward((50, 52), (61, 61)) == [61], "what is free was not given back before this step"
 
 
+def test_what_a_step_would_have_held_without_its_guard_is_known_as_the_next_one_begins():
+    """As each excess is moved away, the next one is counted from there; the last one is in the peak."""
+    held = [0]
+    meter = ProcessMeter(lambda: 0)
+    meter.now = lambda: held[0] * MIB
+    guard = MemoryGuard(meter, 98 * MIB, 100 * MIB, lambda: None)
+    for levels, avoided in (((90, 98), 0), ((101,), 0), ((101, 99, 106, 110), 8), ((90,), 0)):
+        guard.begin_step()
+        for held[0] in levels:
+            guard.over()
+        guard.begin_step()
+        assert guard.avoided_bytes == avoided * MIB, levels
+
+
 @pytest.fixture
 def raised(monkeypatch):
     """A guard in a process that holds 50 MiB, the MiB that it ever held, and these as memory was given back."""

@@ -241,8 +241,10 @@ class MemoryGuard:
             over = self.held() - self._line
         if over <= 0:
             return 0
+        self._avoided_bytes = (
+            self._line - self._most_now
+        )  # what it held less since; this peak shows the rest
         self._line += over
-        self._avoided_bytes += over
         return over
 
     @property

@@ -98,7 +98,10 @@ def simulate(
     small = 0  # bytes of these tensors
     remade: dict[int, int] = {}  # recomputed members, and their bytes
     alive: set[int] = set()  # members
-    reader = {operand: at for at in again for operand in trace.regions[at].operands}
+    # By operand, the region whose replay is the last to read it: backward replays them in reverse.
+    reader = {
+        at: each for each in sorted(again, reverse=True) for at in trace.regions[each].operands
+    }
     read_later: dict[int, list[int]] = {}  # by region: operands that the recorded step has freed
     replayed: set[int] = set()  # regions
     order = _order(
