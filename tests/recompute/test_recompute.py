@@ -4,6 +4,7 @@ import copy
 import gc
 import pickle
 import random
+import subprocess
 import sys
 import threading
 import types
@@ -1706,3 +1707,20 @@ def test_one_dimension_from_the_end_is_not_two_from_the_end():
     """Else an operation along one would count as compared along the other: Python's hashes are equal."""
     assert hash(-1) == hash(-2)
     assert hash(tapes._signature([-1])) != hash(tapes._signature([-2]))
+
+
+@pytest.mark.parametrize("has_kernel", [True, False])
+def test_a_norm_with_a_kernel_of_another_accelerator_is_no_composite(has_kernel):
+    """In a process of its own, since the kernel stays."""
+    if torch.version.cuda and not has_kernel:
+        pytest.skip("CUDA has a kernel for it")
+    program = f"""
+import torch
+from backstash._torch.schemas import operation_of
+if {has_kernel}:
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_fused_rms_norm", lambda *given: None, "PrivateUse1")
+print("composite" in operation_of(torch.ops.aten._fused_rms_norm.default).reason)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == f"{not has_kernel}\n", done.stderr

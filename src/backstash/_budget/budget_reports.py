@@ -1,4 +1,4 @@
-"""What the program is told of a budget that cannot be kept, or that steps exceeded: a warning or an error."""
+"""Report a budget that cannot be kept, or that steps exceeded: as a warning or an error."""
 
 from __future__ import annotations
 

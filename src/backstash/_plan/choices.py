@@ -121,7 +121,7 @@ class Choices:
         """Return a known class of the same operation and size, of a module around this one's or inside it.
 
         The input of a call belongs to the module that is called if the call may be recomputed, and otherwise to
-        the submodule that saves it first. Only then are the saves of each call numbered from 0, too.
+        the submodule that saves it first. Only then are the saves of a second call numbered from 0, too.
         """
         path, rest = _without_module(name)
         # A plan of which the program has no class at all is another program's.
