@@ -118,7 +118,10 @@ class Around:
 
     @property
     def left(self):
-        return self.admission.left
+        counts, left = self.thread_state.counts, {**self.admission.left}
+        if counts.parameter_saves:
+            left[PARAMETER] = [counts.parameter_saves, counts.parameter_bytes]
+        return left
 
 
 def leaves(block, device=None):

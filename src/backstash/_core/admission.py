@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from types import FrameType
 from typing import Any, NamedTuple, Protocol
 
@@ -31,7 +32,7 @@ from .controller import Controller
 from .hooks_off import HooksOff
 from .session import Session
 
-__all__ = ["NESTED", "SMALL", "Admission"]
+__all__ = ["NESTED", "PARAMETER", "SMALL", "Admission"]
 
 SMALL = "smaller than min_bytes"
 _TRANSFORM = (
@@ -48,7 +49,7 @@ _CAPTURED = "a graph of the accelerator is being captured"
 _LEAST_LET_GO = 16 << 10  # bytes of a storage; what is recorded of one takes about 1,000
 _MOST_PARTS = 8  # of a storage that moves as one block
 _REVIEWED_AT_ONCE = 2  # waiting blocks that are checked when a new one is added
-_PARAMETER = "a parameter or another leaf that requires a gradient, or a view of one"
+PARAMETER = "a parameter or another leaf that requires a gradient, or a view of one"
 
 
 class _Once:
@@ -101,6 +102,7 @@ class _Choice(NamedTuple):
 
 
 _DEFAULT = _Choice()
+_NO_CONTEXT = nullcontext()
 
 
 class Admission:
@@ -223,7 +225,7 @@ class Admission:
         tape = recorder.saves(thread_state) if recorder is not None else None
         if tape is None:
             return self._pack_untaped(tensor, thread_state, storage, packs=packs, exact=exact)
-        with tape.aside():
+        with tape.aside() if tape.is_recording else _NO_CONTEXT:  # a region has paused its own
             packed = self._pack_untaped(tensor, thread_state, storage, packs=packs, exact=exact)
             tape.note_packed(tensor, packed)
             return packed
@@ -247,9 +249,10 @@ class Admission:
             thread_state.nested_bytes += _nbytes_of(tensor)
             return _in_place(tensor, NESTED)
         if thread_state.waiting:
-            with section.lock, section:
-                session.drain()
-                session.settle(thread_state)
+            self.settle(thread_state)
+        kept = self.keep_parameter(tensor, thread_state)
+        if kept is not None:
+            return kept
         if type(tensor) is not Tensor:
             return self._pack_other(tensor, thread_state)
         device = tensor.device
@@ -327,7 +330,7 @@ class Admission:
                 else:
                     codec = action.packs_by
         if is_leaf_or_view:
-            return _PARAMETER, _DEFAULT
+            return PARAMETER, _DEFAULT
         if storage.nbytes() < self._session.min_bytes:
             return SMALL, _DEFAULT
         if modules and is_buffer(storage_identity(storage), modules):
@@ -344,6 +347,22 @@ class Admission:
         if codec is None:
             return "", _DEFAULT
         return "", _Choice(codec=codec if isinstance(codec, Codec) else _asked(codec, described))
+
+    def settle(self, thread_state: ThreadState) -> None:
+        """Admit the blocks that wait in ``thread_state``, if the operation that saved them has ended."""
+        session = self._session
+        with session.section.lock, session.section:
+            session.drain()
+            session.settle(thread_state)
+
+    def keep_parameter(self, tensor: Tensor, thread_state: ThreadState) -> object | None:
+        """Return what autograd holds in place of a parameter or a view of one; ``None`` for another tensor, or
+        if there is a policy, which is asked for each tensor."""
+        if self._policy is not None or not _is_plainly_parameter(tensor):
+            return None
+        thread_state.parameter_saves += 1
+        thread_state.parameter_bytes += _nbytes_of(tensor)
+        return _in_place(tensor, PARAMETER)
 
     def may_discard(self, tensor: Tensor) -> bool:
         """Return whether a plain tensor that PyTorch's operations computed may be freed.
@@ -716,7 +735,7 @@ class Admission:
     def _pack_other(self, tensor: Tensor, thread_state: ThreadState) -> object:
         """Pack a parameter or another subclass of ``torch.Tensor``."""
         if isinstance(tensor, nn.Parameter):
-            return self._stay(tensor, _PARAMETER)
+            return self._stay(tensor, PARAMETER)
         name = type(tensor).__name__
         if not is_wrapper_subclass(tensor):
             return self._stay(
@@ -729,7 +748,7 @@ class Admission:
         if reason:
             return self._stay(tensor, reason)
         if _is_parameter(tensor):
-            return self._stay(tensor, _PARAMETER)
+            return self._stay(tensor, PARAMETER)
         wait_for_collective(tensor)
         with self._session.section.lock:
             known = self._wrappers.get(id(tensor))
@@ -782,7 +801,7 @@ def _in_place(tensor: Tensor, reason: str) -> object:
         if type(alias) is type(tensor):
             kept = alias
     version = tensor._version
-    if reason is not _PARAMETER:
+    if reason is not PARAMETER:
         return kept, version, module_path(running_modules())
     return kept if version == 0 else (kept, version)
 
@@ -814,6 +833,14 @@ def _asked(
             "backstash.codecs.EXACT, or None"
         )
     return codec
+
+
+def _is_plainly_parameter(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is a leaf that gets a gradient, or a view of one. A wrong "no" only costs time."""
+    if type(tensor) is not Tensor and type(tensor) is not nn.Parameter:
+        return False
+    base = tensor if tensor._base is None else tensor._base
+    return base.is_leaf and base.requires_grad
 
 
 def _is_parameter(tensor: Tensor) -> bool:

@@ -11,7 +11,7 @@ from .._text import clean, html_table, show_text
 from .._tiers.base import LowerTier
 from ..stores import Store
 from ..units import format_bytes
-from .admission import FITS, NESTED, SMALL, SMALL_STEP, Admission
+from .admission import FITS, NESTED, PARAMETER, SMALL, SMALL_STEP, Admission
 from .session import Session
 
 __all__ = ["Left", "Stats", "collect"]
@@ -205,6 +205,11 @@ def _left(session: Session, admission: Admission, counts: Counts) -> dict[str, L
     if counts.small_saves:
         slow = left.get(SMALL, Left(0, 0))
         left[SMALL] = Left(slow.count + counts.small_saves, slow.nbytes + counts.small_bytes)
+    if counts.parameter_saves:
+        slow = left.get(PARAMETER, Left(0, 0))
+        left[PARAMETER] = Left(
+            slow.count + counts.parameter_saves, slow.nbytes + counts.parameter_bytes
+        )
     if counts.fitting_saves:
         left[SMALL_STEP if session.small_steps else FITS] = Left(
             counts.fitting_saves, counts.fitting_bytes

@@ -200,6 +200,9 @@ class Call:
             if storage is not None:
                 self._saved.add((storage_identity(storage), tensor._version))
         with tape.aside():
+            # What is discarded does not reach the stash's hook, which otherwise does this.
+            if self._thread_state.waiting and not self.region.session.section.is_nested():
+                self.region.admission.settle(self._thread_state)
             if self._filled:
                 self._settle(tape)
             if planned is None or planned.forward is None:
@@ -212,14 +215,21 @@ class Call:
 
     def _save(self, tensor: Tensor, tape: Tape) -> object:
         number, self._count = self._count, self._count + 1
-        if type(tensor) is not Tensor or reason_to_stay(tensor) or task_or_none() != self._task:
+        kept = self.region.admission.keep_parameter(tensor, self._thread_state)
+        if kept is not None:
+            self._thread_state.saves += 1
+            return kept
+        if type(tensor) is not Tensor or task_or_none() != self._task:
             # A backward within the forward that retains its graph saves the tensors it unpacked.
             return self._pack(tensor)
         state = tape.state_of(tensor)
-        if state is None or _is_workspace(tensor):
+        if state is None or reason_to_stay(tensor):
             return self._pack(tensor)
-        if state.reason and tensor.requires_grad:  # one that may still be filled is checked later
-            return self._refuse(tensor, state.reason)
+        if tensor.requires_grad:
+            if state.reason:  # one that may still be filled is checked later
+                return self._refuse(tensor, state.reason)
+        elif _is_workspace(tensor):
+            return self._pack(tensor)
         if not self.region.admission.may_discard(tensor):
             return self._pack(tensor)
         held = Held(self, state, place_of(tensor), tensor)
@@ -279,6 +289,9 @@ class Call:
         return self._pack_smaller(tensor) if packs else self._pack(tensor)
 
     def _hold_operand(self, tensor: Tensor, is_random: bool) -> object:
+        packed = self.region.admission.keep_parameter(tensor, self._thread_state)
+        if packed is not None:
+            return packed
         packs = self._may_pack(tensor, is_random=is_random)
         pack = self._pack_smaller if packs else self._pack_exact
         modules = self._modules_that_saved(tensor)

@@ -21,7 +21,7 @@ from __future__ import annotations
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -52,9 +52,10 @@ from .._torch.schemas import (
     has_complex,
     is_of_operator,
     operation_of,
+    operations,
     tensors_of,
 )
-from .._torch.storages import storage_identity, storage_of
+from .._torch.storages import storage_identity
 from .declared import is_declared
 from .settings import Settings, now
 
@@ -90,6 +91,7 @@ _OTHERWISE = "PyTorch computes it differently while operations are recorded"
 _OTHER_STREAM = "it was made on another stream"
 _ANY_ORDER = "{} may add in a different order each time"
 _MOST_COPIED_BYTES = 64 << 10
+_NONE: frozenset[int | str] = frozenset()
 _LOOKED_EVERY = 32  # operations between two checks that the forward still runs
 TOO_FAR = "it takes {} operations to compute it from saved tensors, more than {}"
 
@@ -98,9 +100,9 @@ def place_of(tensor: Tensor) -> Place:
     """Return the place of ``tensor`` in its memory."""
     return (
         tensor.dtype,
-        tuple(tensor.shape),
+        tensor.shape,
         tensor.stride(),
-        int(tensor.storage_offset()),
+        tensor.storage_offset(),
         tensor.is_conj(),
         tensor.is_neg(),
     )
@@ -151,28 +153,21 @@ class State:
         if autograd holds the tensor unpacked."""
 
 
-class _StorageRef(weakref.ref[torch.UntypedStorage]):
-    """A weak reference to a storage, with its identity."""
+class Memory(weakref.ref[torch.UntypedStorage]):
+    """A storage that the tape has seen: a weak reference to it, whose death removes this object from the tape.
 
-    __slots__ = ("identity",)
+    PyTorch keeps a storage's Python object as long as the storage. A weak reference in C++ would keep the
+    storage's description alive, which glibc has placed among large pieces of memory.
+    """
+
+    __slots__ = ("identity", "state", "version", "writes")
+
     identity: int
-
-
-class Memory:
-    """A storage that the tape has seen."""
-
-    __slots__ = ("ref", "state", "version", "writes")
-
-    def __init__(self, ref: _StorageRef, state: State, version: int) -> None:
-        self.ref = ref
-        """The storage, weakly; its death removes this object from the tape. PyTorch keeps a storage's Python
-        object as long as the storage. A weak reference in C++ would keep the storage's description alive, which
-        glibc has placed among large pieces of memory."""
-        self.state = state
-        self.version = version
-        """Version of the tensor that the tape saw first."""
-        self.writes = 0
-        """Number of writes that the tape has seen since."""
+    state: State
+    version: int
+    """Version of the tensor that the tape saw first."""
+    writes: int
+    """Number of writes that the tape has seen since."""
 
 
 class Outside:
@@ -196,7 +191,7 @@ class Outside:
     ) -> None:
         self.state = state
         """On a context's tape, its state; ``None``: the tape cannot identify its memory."""
-        self.kind = place, str(tensor.device)
+        self.kind = place, tensor.device
         """Its place and device, for the keys of states computed from it."""
         self.told: Any = None
         """Fingerprint of its bytes, if the program may share them, as with NumPy."""
@@ -373,17 +368,37 @@ class Tape(SilentMode):
         kwargs = kwargs or {}
         # In a backward, perhaps on another thread, the tape may still be active. A context's tape skips what is
         # computed without a graph: only saved tensors matter, and version counters show writes to known memory.
-        is_off = not self.is_recording or task_or_none() != self._task
-        if is_off or (self._most is not None and not torch.is_grad_enabled()):
+        if (
+            not self.is_recording
+            or task_or_none() != self._task
+            or (self._most is not None and not torch.is_grad_enabled())
+        ):
             return self._pass(func, args, kwargs)
         began, self._called_seconds = time.perf_counter(), 0.0
         try:
-            return self._note(func, types, args, kwargs)
+            if self._bits.vectors:
+                self._bits.look()
+            if not self._count % _LOOKED_EVERY and self.frame and not is_running(self.frame):
+                self.end()  # an interrupt ended the forward
+            operation = operations.get(id(func)) or operation_of(func)
+            if operation.is_view or not self.is_recording:
+                return self._call(func, operation, args, kwargs)
+            for each in types:
+                if each is not Tensor and each is not torch.nn.Parameter:
+                    result = self._call(func, operation, args, kwargs)
+                    self._forget(operation, args, kwargs)
+                    break
+            else:
+                result = self._record(func, operation, args, kwargs)
+            if (recorded := self.recorded) is not None:
+                self.recorded = None
+                recorded()
+            return result
         finally:
             self._seconds += time.perf_counter() - began - self._called_seconds
 
     def _pass(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if self._bits.is_asked:
+        if self._bits.vectors:
             self._bits.look()
         with with_lazy_bits():
             result = func(*args, **kwargs)
@@ -395,26 +410,6 @@ class Tape(SilentMode):
         return seconds
 
     # Recording.
-
-    def _note(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        if self._bits.is_asked:
-            self._bits.look()
-        if not self._count % _LOOKED_EVERY and self.frame and not is_running(self.frame):
-            self.end()  # an interrupt ended the forward
-        operation = operation_of(func)
-        if operation.is_view or not self.is_recording:
-            return self._call(func, operation, args, kwargs)
-        for each in types:
-            if each is not Tensor and each is not torch.nn.Parameter:
-                result = self._call(func, operation, args, kwargs)
-                self._forget(operation, args, kwargs)
-                break
-        else:
-            result = self._record(func, operation, args, kwargs)
-        if (recorded := self.recorded) is not None:
-            self.recorded = None
-            recorded()
-        return result
 
     @property
     def is_of_context(self) -> bool:
@@ -441,7 +436,7 @@ class Tape(SilentMode):
             reason = _IN_FUNCTION
         if not reason and operation.is_product and self._most is not None:
             reason = _PRODUCT.format(operation.name)
-        in_training = operation.writes_statistics(args)
+        in_training = operation.train_at >= 0 and operation.writes_statistics(args)
         writes: list[_WriteOp] = []
         if operation.writes or in_training:
             writes, reason = self._writes_of(
@@ -449,15 +444,23 @@ class Tape(SilentMode):
             )
         op = Op(func, self._count)
         self._count += 1
+        kinds: list[Any] = [id(func)]
         if not reason:
-            self._take_operands(op, args, kwargs, writes, in_training=in_training)
+            unread = frozenset(each.place for each in writes if each.fills) if writes else _NONE
+            op.args = self._operands(
+                enumerate(args), op, kinds, unread, STATISTICS if in_training else _NONE
+            )
+            if kwargs:
+                kinds += kwargs
+                values = self._operands(kwargs.items(), op, kinds, unread)
+                op.kwargs = dict(zip(kwargs, values, strict=True))
         for each in writes:
             self._begin_write(each)
         result = self._call(func, operation, args, kwargs)
         if operation.makes_bits:
             found = result
             with with_lazy_bits():
-                result = self._bits.saw(func, args, kwargs, found, depth=4)
+                result = self._bits.saw(func, args, kwargs, found, depth=3)
             if result is not found:
                 reason = reason or _OTHERWISE
         if not reason:
@@ -465,7 +468,8 @@ class Tape(SilentMode):
         key = 0
         if not reason:
             op.settings = self._settings_now(on_accelerator=self._stream is not None)
-            key = hash((id(func), _signature(op.args), *_named(op.kwargs), self._settings_hash))
+            kinds.append(self._settings_hash)
+            key = hash(tuple(kinds))
             if self._most is not None and (depth := _depth(op)) > self._most:
                 reason = TOO_FAR.format(depth, self._most)
         for each in writes:
@@ -477,26 +481,6 @@ class Tape(SilentMode):
             )
         self._add_results(operation, op, result, reason, key)
         return result
-
-    def _take_operands(
-        self, op: Op, args: Any, kwargs: Any, writes: list[_WriteOp], *, in_training: bool
-    ) -> None:
-        if not writes:
-            op.args = [self._operand(each, op) for each in args]
-            if kwargs:
-                op.kwargs = {name: self._operand(each, op) for name, each in kwargs.items()}
-            return
-        unread = {each.place for each in writes if each.fills}
-        op.args = [
-            Scratch(each)
-            if in_training and at in STATISTICS and isinstance(each, Tensor)
-            else self._operand(each, op, is_read=at not in unread)
-            for at, each in enumerate(args)
-        ]
-        op.kwargs = {
-            name: self._operand(each, op, is_read=name not in unread)
-            for name, each in kwargs.items()
-        }
 
     def _writes_of(
         self, operation: Operation, args: Any, kwargs: Any, reason: str, *, in_training: bool
@@ -548,8 +532,9 @@ class Tape(SilentMode):
         self, operation: Operation, op: Op, result: Any, reason: str, key: int
     ) -> None:
         for at, tensor in enumerate((result,) if type(result) is Tensor else tensors_of(result)):
-            storage = storage_of(tensor)
-            if storage is None:
+            try:
+                storage = tensor.untyped_storage()
+            except (NotImplementedError, RuntimeError):  # see storage_of()
                 continue
             identity = storage_identity(storage)
             if identity in self._memories:
@@ -579,7 +564,9 @@ class Tape(SilentMode):
 
     def _reason_of(self, operation: Operation, args: Any, result: Any) -> str:
         """Return why the results cannot be replayed, for reasons that the operation's schema does not show."""
-        first = result if type(result) is Tensor else next(tensors_of(result), None)
+        first = result
+        if type(result) is not Tensor:
+            first = next(tensors_of(result), None)
         if first is None:
             first = next((each for each in args if isinstance(each, Tensor)), None)
         if first is None or first.is_cpu:
@@ -602,7 +589,7 @@ class Tape(SilentMode):
 
     def _may_replay_here(self) -> bool:
         """Without gradients: whether no ``autograd.Function`` runs that may call kernels unseen."""
-        frame: FrameType | None = sys._getframe(4)
+        frame: FrameType | None = sys._getframe(3)
         while frame is not None:
             if frame.f_code is _APPLY:
                 function = frame.f_locals.get("cls")
@@ -625,12 +612,15 @@ class Tape(SilentMode):
 
     def _memory(self, tensor: Tensor) -> Memory | None:
         """Return and record the memory of ``tensor``; ``None`` if it has none that can be identified."""
-        storage = storage_of(tensor)
-        if storage is None or tensor.layout is not torch.strided or tensor.is_nested:
+        try:
+            storage = tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):  # see storage_of()
+            return None
+        if tensor.layout is not torch.strided or tensor.is_nested:
             return None
         identity = storage_identity(storage)
         memory = self._memories.get(identity)
-        version = _version(tensor)
+        version = 0 if tensor.is_inference() else tensor._version
         if memory is None:
             memory = self._know(storage, identity, _outside(tensor), version)
         elif version > memory.version + memory.writes:
@@ -641,26 +631,58 @@ class Tape(SilentMode):
     def _know(
         self, storage: torch.UntypedStorage, identity: int, state: State, version: int
     ) -> Memory:
-        ref = _StorageRef(storage, self._died)
-        ref.identity = identity
-        memory = self._memories[identity] = Memory(ref, state, version)
+        memory = self._memories[identity] = Memory(storage, self._died)
+        memory.identity, memory.state = identity, state
+        memory.version, memory.writes = version, 0
         return memory
 
-    def _operand(self, value: Any, op: Op, *, is_read: bool = True) -> Any:
-        kind = type(value)
-        if kind is Tensor or isinstance(value, Tensor):
-            memory = self._memory(value)
-            if memory is None:
-                return self._hold(None, value, op)
-            state = memory.state
-            if state.reason and (is_read or state.reason != ALLOCATES):
-                return self._hold(state, value, op)
-            made = Made(state, place_of(value))
-            op.reads.append(made)
-            return made
-        if kind is list or kind is tuple:
-            return kind([self._operand(each, op) for each in value])
-        return value
+    def _operands(
+        self,
+        values: Iterable[tuple[int | str, Any]],
+        op: Op,
+        kinds: list[Any],
+        unread: Collection[int | str] = _NONE,
+        scratch: Collection[int | str] = _NONE,
+    ) -> list[Any]:
+        """Return the arguments of ``op`` with operands in place of tensors.
+
+        Args:
+            values: the arguments with their places.
+            op: gets the operands.
+            kinds: gets what decides, of these arguments, which kernel runs: all but the data.
+            unread: places of arguments that it only writes.
+            scratch: places of running statistics.
+        """
+        taken: list[Any] = []
+        for place, value in values:
+            kind = type(value)
+            if kind is Tensor or isinstance(value, Tensor):
+                if place in scratch:
+                    value = Scratch(value)
+                else:
+                    value = self._operand(value, op, is_read=place not in unread)
+                kinds.append(value.kind)
+            elif kind is list or kind is tuple:
+                inner: list[Any] = []
+                value = kind(self._operands([(-1, each) for each in value], op, inner))
+                kinds.append(tuple(inner))
+            elif kind is float or kind is complex:
+                kinds.append(kind)
+            else:
+                kinds.append("-1" if kind is int and value == -1 else value)  # hash(-1) is hash(-2)
+            taken.append(value)
+        return taken
+
+    def _operand(self, tensor: Tensor, op: Op, *, is_read: bool) -> Made | Outside:
+        memory = self._memory(tensor)
+        if memory is None:
+            return self._hold(None, tensor, op)
+        state = memory.state
+        if state.reason and (is_read or state.reason != ALLOCATES):
+            return self._hold(state, tensor, op)
+        made = Made(state, place_of(tensor))
+        op.reads.append(made)
+        return made
 
     def _hold(self, state: State | None, tensor: Tensor, op: Op) -> Outside:
         known = state.outside if state is not None else None
@@ -725,13 +747,14 @@ class Tape(SilentMode):
 
     def state_of(self, tensor: Tensor) -> State | None:
         """Return the current state of the tensor's memory; ``None`` if the tape did not see it."""
-        storage = storage_of(tensor)
-        memory = self._memories.get(storage_identity(storage)) if storage is not None else None
+        try:
+            memory = self._memories.get(storage_identity(tensor.untyped_storage()))
+        except (NotImplementedError, RuntimeError):  # see storage_of()
+            return None
         if memory is None:
             return None
-        if _version(tensor) > memory.version + memory.writes:
-            return None
-        return memory.state
+        version = 0 if tensor.is_inference() else tensor._version
+        return memory.state if version <= memory.version + memory.writes else None
 
     def want(
         self,
@@ -752,21 +775,24 @@ class Tape(SilentMode):
         if state.reason:
             return state.reason
         new = [*_wanted(state)]
-        outside = [each for op in new for each in op.before]
-        if any(each.is_lost or (each.packed is None and each.tensor is None) for each in outside):
-            return _CHANGED
+        needed = [each for op in new for each in op.before if each.packed is None]
         copies: set[Outside] = set()
-        for each in outside:
-            if each.packed is None and (tensor := each.tensor) is not None and not each.is_random:
-                # The program may write a buffer before backward; that is no error if autograd did not save it.
-                if is_small(tensor):
-                    copies.add(each)
-                elif not relies_on(tensor):
-                    if not is_small(tensor, also_trained=True):
-                        return _UNSAVED
-                    copies.add(each)
-        for each in outside:
-            if each.packed is None and (tensor := each.tensor) is not None:
+        for each in needed:
+            tensor = each.tensor
+            if each.is_lost or tensor is None:
+                return _CHANGED
+            # The program may write a buffer before backward; that is no error if autograd did not save it.
+            if each.is_random:
+                continue
+            if is_small(tensor):
+                copies.add(each)
+            elif not relies_on(tensor):
+                if not is_small(tensor, also_trained=True):
+                    return _UNSAVED
+                copies.add(each)
+        for each in needed:
+            tensor = each.tensor
+            if each.packed is None and tensor is not None:  # it may be an operand of two operations
                 is_buffer = each in copies
                 each.told = None if is_buffer or each.is_random else told(tensor)
                 each.packed = copied(tensor) if is_buffer else pack(tensor, each.is_random)
@@ -851,7 +877,7 @@ def _depth(op: Op) -> int:
 
 def _outside(tensor: Tensor) -> State:
     is_weight = isinstance(tensor, torch.nn.Parameter)
-    key = hash((is_weight, place_of(tensor), str(tensor.device)))
+    key = hash((is_weight, place_of(tensor), tensor.device))
     return State(tensor.device, UNSEEN, key)
 
 
@@ -886,31 +912,3 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
 def copied(tensor: Tensor) -> tuple[Tensor, int]:
     copy = snapshot(tensor.detach())
     return copy, copy._version
-
-
-def _version(tensor: Tensor) -> int:
-    try:
-        return tensor._version
-    except RuntimeError:  # an inference tensor has no version
-        return 0
-
-
-def _signature(values: Any) -> tuple[Any, ...]:
-    """Return what decides, of these arguments, which kernel runs: all but the data."""
-    found = []
-    for each in values:
-        kind = type(each)
-        if kind is Made or kind is Outside or kind is Scratch:
-            each = each.kind
-        elif kind is list or kind is tuple:
-            each = _signature(each)
-        elif kind is float or kind is complex:
-            each = kind
-        elif kind is int and each == -1:
-            each = "-1"  # hash(-1) is hash(-2)
-        found.append(each)
-    return tuple(found)
-
-
-def _named(kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    return (*kwargs, _signature(kwargs.values())) if kwargs else ()

@@ -44,6 +44,10 @@ class Counts:
     """Tensors that nested calls kept in memory (see ``_runtime/critical_section``)."""
     nested_bytes: int = 0
     """The bytes of the tensors of nested calls."""
+    parameter_saves: int = 0
+    """Parameters and views of them."""
+    parameter_bytes: int = 0
+    """The bytes of these tensors."""
     fitting_saves: int = 0
     """Tensors that the fast path kept in memory because a plan keeps them."""
     fitting_bytes: int = 0
@@ -58,6 +62,8 @@ class Counts:
             self.small_bytes + other.small_bytes,
             self.nested_saves + other.nested_saves,
             self.nested_bytes + other.nested_bytes,
+            self.parameter_saves + other.parameter_saves,
+            self.parameter_bytes + other.parameter_bytes,
             self.fitting_saves + other.fitting_saves,
             self.fitting_bytes + other.fitting_bytes,
             self.times_off + other.times_off,
@@ -82,6 +88,8 @@ class ThreadState:
         "nested_saves",
         "off_pass",
         "operation",
+        "parameter_bytes",
+        "parameter_saves",
         "saves",
         "scopes",
         "small_bytes",
@@ -112,6 +120,7 @@ class ThreadState:
         self.operation = 0  # the graph's next sequence number when the last of them was saved
         self.saves = self.small_saves = self.small_bytes = 0  # see Counts
         self.nested_saves = self.nested_bytes = 0
+        self.parameter_saves = self.parameter_bytes = 0
         self.fitting_saves = self.fitting_bytes = 0
         self.fitting_storages: deque[int] = deque(maxlen=8)
         """The latest storages saved without a block: saving one again takes no more memory."""
@@ -148,6 +157,8 @@ class ThreadState:
             self.small_bytes,
             self.nested_saves,
             self.nested_bytes,
+            self.parameter_saves,
+            self.parameter_bytes,
             self.fitting_saves,
             self.fitting_bytes,
             self.times_off,

@@ -25,6 +25,7 @@ __all__ = [
     "queue_callback",
     "running_task",
     "sequence_number",
+    "task_or_none",
 ]
 
 current_node: Callable[[], stock.Node | None] = optional(
@@ -52,7 +53,9 @@ keeps_graph: Callable[[], bool] = optional(
 """Whether the backward on this thread retains its graph (``retain_graph``, ``create_graph``); ``True`` if none
 runs. If torch lacks the call: ``False``, and another backward reads its blocks again."""
 
-_task_id: Callable[[], int] = optional("torch._C._current_graph_task_id", lambda: -1)
+task_or_none: Callable[[], int] = optional("torch._C._current_graph_task_id", lambda: -1)
+"""Returns the number of the backward on this thread; -1 if none runs or torch lacks the call."""
+
 _required_task_id: Callable[[], int] = required(
     "torch._C._current_graph_task_id", "distinguishes one backward from another"
 )
@@ -66,12 +69,7 @@ def in_backward() -> bool:
 
     If torch lacks the call: ``False``, and a recomputing call looks like any other call.
     """
-    return _task_id() != -1
-
-
-def task_or_none() -> int:
-    """Return the number of the backward on this thread; -1 if none runs or torch lacks the call."""
-    return _task_id()
+    return task_or_none() != -1
 
 
 def running_task() -> int:

@@ -43,13 +43,9 @@ class ModeBits:
     """Checks the operations that one dispatch mode sees."""
 
     def __init__(self) -> None:
-        self._vectors: list[Any] = []
+        self.vectors: list[Any] = []
+        """What :meth:`look` has to check."""
         self._wants_vectors = True
-
-    @property
-    def is_asked(self) -> bool:
-        """Whether :meth:`look` has something to check."""
-        return bool(self._vectors)
 
     def saw(self, func: Any, args: Any, kwargs: Any, result: Any, depth: int) -> Any:
         """Return the result of an operation that has run, or what it would have been without a mode.
@@ -77,10 +73,10 @@ class ModeBits:
         alone = func(**(given | {flag: False}))[at]
         if torch.equal(alone.view(torch.uint8), result[at].view(torch.uint8)):
             return result
-        self._vectors = [_weak(each) for place, each in enumerate(result) if place != at]
+        self.vectors = [_weak(each) for place, each in enumerate(result) if place != at]
         called = _called_name(sys._getframe(depth))
         if called in _WITH_VECTORS:
-            self._vectors = []
+            self.vectors = []
             return result
         self._wants_vectors = called not in _VALUES_ALONE
         if self._wants_vectors:
@@ -94,7 +90,7 @@ class ModeBits:
             UsageError: no one kept the computed vectors, so perhaps only the values were requested; or the
                 vectors were kept although only the values seemed to be requested.
         """
-        vectors, self._vectors = self._vectors, []
+        vectors, self.vectors = self.vectors, []
         if vectors and self._wants_vectors == all(each.expired() for each in vectors):
             raise UsageError(
                 "cannot tell whether torch.linalg.svdvals or eigvalsh (also in cond, matrix_rank, "

@@ -25,6 +25,7 @@ __all__ = [
     "has_complex",
     "is_of_operator",
     "operation_of",
+    "operations",
     "overloads_of",
     "tensors_of",
 ]
@@ -160,11 +161,11 @@ class Operation:
         self.sums_in_any_order = base in _SUMS_IN_ANY_ORDER
         self.is_random = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
         is_pytorch_s = getattr(func, "namespace", "") == "aten"
-        is_known = is_pytorch_s or func in _pure
-        is_composite = schema is not None and is_known and _is_composite(func)
+        isoperations = is_pytorch_s or func in _pure
+        is_composite = schema is not None and isoperations and _is_composite(func)
         self.makes_bits = not is_pytorch_s or is_composite or base.startswith(_MAKES_BITS)
         """Whether its kernel needs :func:`~.dispatch.with_lazy_bits` even for real numbers."""
-        if schema is None or not is_known:
+        if schema is None or not isoperations:
             self.reason = _FOREIGN.format(self.name)
         elif self.is_random:
             self.reason = f"{self.name} {RANDOM}"
@@ -222,18 +223,18 @@ def has_complex(values: Any) -> bool:
     """Return whether a tensor in an operation's arguments is complex."""
     for each in values:
         kind = type(each)
-        if kind is Tensor:
+        if kind is Tensor or isinstance(each, Tensor):
             if each.is_complex():
                 return True
-        elif kind is list or kind is tuple:
+        elif (kind is list or kind is tuple) and not (each and type(each[0]) is int):
             if has_complex(each):
                 return True
-        elif isinstance(each, Tensor) and each.is_complex():
-            return True
     return False
 
 
-_known: dict[int, Operation] = {}  # by the id of the overload, which its entry keeps alive
+operations: dict[int, Operation] = {}
+"""What :func:`operation_of` has looked up, by the ``id`` of the overload, which its entry keeps alive."""
+
 _pure: set[Any] = (
     set()
 )  # overloads that are not PyTorch's, and that the program declares to be like these
@@ -260,12 +261,12 @@ def is_of_operator(function: Any) -> bool:
 def declare_pure(overload: Any) -> None:
     """Declare that the results of ``overload`` depend only on its arguments."""
     _pure.add(overload)
-    _known.pop(id(overload), None)
+    operations.pop(id(overload), None)
 
 
 def operation_of(func: Any) -> Operation:
     """Return the properties of a dispatched operation."""
-    known = _known.get(id(func))
+    known = operations.get(id(func))
     if known is None:
-        known = _known[id(func)] = Operation(func)
+        known = operations[id(func)] = Operation(func)
     return known

@@ -151,7 +151,7 @@ class Effects(SilentMode):
             if any(map(is_wrapper_subclass, tensors_of(args))):
                 return NotImplemented
         operation = operation_of(func)
-        if self._bits.is_asked:
+        if self._bits.vectors:
             self._bits.look()
         if task_or_none() != self._task:
             self._look_at_node(current_node())
