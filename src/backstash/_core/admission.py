@@ -836,11 +836,13 @@ def _asked(
 
 
 def _is_plainly_parameter(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is a leaf that gets a gradient, or a view of one. A wrong "no" only costs time."""
-    if type(tensor) is not Tensor and type(tensor) is not nn.Parameter:
-        return False
+    """Whether ``tensor`` is a parameter, another leaf that gets a gradient, or a view of one. A wrong "no" only
+    costs time."""
     base = tensor if tensor._base is None else tensor._base
-    return base.is_leaf and base.requires_grad
+    if type(tensor) is not Tensor and tensor is not base:
+        return False
+    kind = type(base)
+    return kind is nn.Parameter or (kind is Tensor and base.is_leaf and base.requires_grad)
 
 
 def _is_parameter(tensor: Tensor) -> bool:
