@@ -139,8 +139,8 @@ class Planner(Controller):
             regions=self.regions,
             limits=self._limits,
             guard=self._guard,
-            # Reading an accelerator's allocator is slow.
-            look_bytes=max(_GUARD_BYTES, self._budget >> 9 if device is not None else 0),
+            # Reading an accelerator's allocator is slow. A plan leaves more of the budget free than this.
+            look_bytes=max(_GUARD_BYTES, self._budget >> 6 if device is not None else 0),
             shape=self._shape,
             recording=self._recording,
             first_steps=self._first_steps,

@@ -863,22 +863,20 @@ class FoundModules:
             self._ends.remove()
             _ending.discard(self)
 
-    def _region_of(self, module: nn.Module) -> Region | None:
+    def region_of(self, module: nn.Module) -> Region | None:
+        """The region of a module; ``None`` if it has none. Every module's call asks for it."""
         known = self._regions.get(id(module))
         return known[1] if known is not None and known[0]() is module else None
 
-    def _begin(self, module: nn.Module, args: Any) -> None:
-        region = self._region_of(module)
-        frame = call_frame() if region is not None else None
-        if region is not None and frame is not None:
+    def _begin(self, region: Region, module: nn.Module, args: Any) -> None:
+        frame = call_frame()
+        if frame is not None:
             region.begin(frame, module, args, frame.f_locals.get("kwargs") or {})
 
-    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
-        region = self._region_of(module)
-        if region is not None:
-            region.end(call_frame(), module, args, output)
-            if self._is_removed:
-                self._end_if_idle()
+    def _end(self, region: Region, module: nn.Module, args: Any, output: Any) -> None:
+        region.end(call_frame(), module, args, output)
+        if self._is_removed:
+            self._end_if_idle()
 
 
 class _FoundHook(Hook):
@@ -892,8 +890,9 @@ class _FoundHook(Hook):
     def __call__(self, *given: Any) -> None:
         """See ``register_module_forward_hook``."""
         found = self._found()
-        if found is not None:
-            self._act(found, *given)
+        region = found.region_of(given[0]) if found is not None else None
+        if region is not None:
+            self._act(found, region, *given)
 
 
 def _remove_all(handles: Iterable[RemovableHandle]) -> None:

@@ -44,6 +44,7 @@ __all__ = [
 ]
 
 _NOTHING = torch.empty(0, device="cpu")
+_of_own_kind: set[str] = set()  # types of devices whose tensors accept no memory of the CPU
 
 
 class StorageVersion:
@@ -74,9 +75,14 @@ class StorageVersion:
         base = tensor._base
         self.owner = weakref.ref(tensor if base is None else base)
         self.probe = tensor.detach()
-        try:
-            self.probe.data = _NOTHING  # drops the memory, keeps the counter
-        except RuntimeError:  # an out-of-tree accelerator accepts only tensors of its own kind
+        is_emptied = tensor.device.type not in _of_own_kind
+        if is_emptied:
+            try:
+                self.probe.data = _NOTHING  # drops the memory, keeps the counter
+            except RuntimeError:  # an out-of-tree accelerator
+                _of_own_kind.add(tensor.device.type)
+                is_emptied = False
+        if not is_emptied:
             empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
             self.probe.data = with_bits_of(tensor, empty)
         self.block: weakref.ref[Block] | None = None  # of the whole storage
