@@ -9,6 +9,7 @@ import backstash.stash
 from backstash import Stash
 from backstash._budget.meter import ProcessMeter
 from backstash._core.admission import Admission
+from backstash._torch.storages import storage_identity
 
 MIB = 1 << 20
 OTHER = 100 * MIB
@@ -23,10 +24,11 @@ class CountedMemory:
         self._defaults = {"min_bytes": 0, **defaults}
         self._stashes = []
         self._left = Counter()  # by address and size: what is left in place without being a block
-        self._hook = Admission.hook
+        hooks = Admission.hook, Admission.hook_leaving
         monkeypatch.setattr(ProcessMeter, "now", lambda meter: self.now())
         monkeypatch.setattr("backstash._budget.meter._peak_bytes", lambda: self._most)
-        monkeypatch.setattr(Admission, "hook", lambda *given: self._counting(*given))
+        for hook in hooks:
+            monkeypatch.setattr(Admission, hook.__name__, _method(self._counting, hook))
 
     def __call__(self, **arguments):
         stash = Stash(**{**self._defaults, **arguments})
@@ -56,14 +58,14 @@ class CountedMemory:
         self.peaks[0] = max(self.peaks[0], nbytes)
         self._most = max(self._most, nbytes)
 
-    def _counting(self, admission, thread_state):
+    def _counting(self, hook, admission, thread_state):
         """The hook, which also counts what it leaves in place as long as autograd holds it."""
-        pack = self._hook(admission, thread_state)
+        pack = hook(admission, thread_state)
 
         def packed(tensor):
             before = thread_state.fitting_saves
             given = pack(tensor)
-            if thread_state.fitting_saves > before:
+            if thread_state.fitting_saves > before and not _is_block(admission, tensor):
                 held = given[0] if type(given) is tuple else given
                 key = held.untyped_storage().data_ptr(), held.untyped_storage().nbytes()
                 self._left[key] += 1
@@ -76,6 +78,18 @@ class CountedMemory:
         self._left[key] -= 1
         if not self._left[key]:
             del self._left[key]
+
+
+def _is_block(admission, tensor):
+    """Whether the stash holds this memory as a block, which is in place."""
+    known = admission._storage_versions.refs.get((storage_identity(tensor.untyped_storage()), 0))
+    version = known() if known is not None else None
+    block = version.block() if version is not None and version.block is not None else None
+    return block is not None and block.placement.is_kept
+
+
+def _method(function, *given):
+    return lambda *arguments: function(*given, *arguments)
 
 
 class Erf(nn.Module):

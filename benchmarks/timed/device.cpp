@@ -88,7 +88,7 @@ struct World {
   // Functions of files whose paths have one of these take the host's time.
   std::vector<std::string> counted = {"/backstash/", "/torch/utils/checkpoint.py", "/torch/autograd/graph.py"};
   // Seconds of the host, and rates of the device: set by `rates`.
-  double dispatch = 6e-6, call = 1e-6, python = 0.45e-6, least = 2e-6;
+  double dispatch = 6e-6, call = 1e-6, python = 1.8e-6, least = 2e-6;
   double memory_rate = 2.6e12, product_rate = 680e12, attention_rate = 350e12, convolution_rate = 330e12;
   double link_rate = 55e9, link_delay = 8e-6;
 

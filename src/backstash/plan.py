@@ -11,11 +11,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from ._plan.regions import Stays
+from ._plan.regions import LEFT, ONCE, Stays
 from ._plan.simulate import Windows, simulate
 from ._plan.solution import Solution
 from ._plan.solve import smallest_budget, solve_with_cuts
-from ._plan.table import REGION
+from ._plan.table import REGION, left_blocks
 from ._plan.trace import Trace, TracedRegion
 from ._text import clean, html_table, show_text
 from .errors import UsageError
@@ -32,8 +32,8 @@ __all__ = [
 ]
 
 _FORMAT = "backstash plan 1"
-_CHOICES = frozenset(("keep", "host", "disk", "recompute", "pack", REGION))
-_RUNS = frozenset((REGION, "once"))
+_CHOICES = frozenset(("keep", "host", "disk", "recompute", "pack", LEFT, REGION))
+_RUNS = frozenset((REGION, LEFT, ONCE))
 _MOST = 10_000_000  # blocks of a class: no step has more
 _TO_SPARE = 1 / 16  # of the smallest budget reported: the next run may hold more than this one
 _MARGIN = 0.02  # of a budget, unused by plans: measurements vary by about as much
@@ -92,7 +92,8 @@ class PlannedRegion:
     """Bytes of the blocks that recomputing discards. The classes count them, too."""
     choices: tuple[tuple[str, int], ...]
     """The choices in the order of the forwards: ``(("region", 8), ("once", 4))``. The classes say how the saved
-    tensors of a forward that runs ``"once"`` are held."""
+    tensors of a forward that runs ``"once"`` are held. All those of one that is ``"left"`` stay in place, which
+    costs no more than without a stash."""
     seconds: float
     """Seconds that the replays are predicted to add to a step."""
     reason: str
@@ -326,10 +327,7 @@ class Plan:
         if self.bound is not None:
             lines.append(f"  {'bound':<10} {'':>14}  step {self.bound.step_seconds:.3f} s at least")
         for region in self.regions:
-            runs = ", ".join(
-                f"{'recomputed' if name == REGION else 'held'} {count}"
-                for name, count in region.choices
-            )
+            runs = ", ".join(f"{_WAYS[name]} {count}" for name, count in region.choices)
             lines.append(
                 f"  {format_bytes(region.nbytes):>9}  {clean(region.name)}, as a whole: {runs}"
                 f" (+{_took(region.seconds)}; {region.reason})"
@@ -356,6 +354,7 @@ class Plan:
         return html_table(title, ("", "peak", "step"), rows, classes)
 
 
+_WAYS = {REGION: "recomputed", ONCE: "held", LEFT: "left"}
 _STATES = {
     "measuring": "the step is being measured, with everything moved that can",
     "left alone": "everything fits in place",
@@ -398,9 +397,11 @@ def plan_of(
     ``stays``: see :attr:`PlannedRegion.stays`.
     """
     kept = all(name == "keep" for name in solution.choices)
+    left = set() if kept else left_blocks(trace, solution.choices)
+    choices = [LEFT if at in left else name for at, name in enumerate(solution.choices)]
     left_after = solution.left_after
-    if left_after is not None:  # members of recomputed regions will not be blocks
-        left_after -= solution.choices[:left_after].count(REGION)
+    if left_after is not None:  # these will not be blocks
+        left_after -= sum(name in (REGION, LEFT) for name in choices[:left_after])
     state = "too small" if not solution.fits else "left alone" if kept else "planned"
     by_group: dict[str, list[int]] = {}
     for index, block in enumerate(trace.blocks):
@@ -410,9 +411,9 @@ def plan_of(
         runs: list[tuple[str, int]] = []
         seconds = 0.0
         for index in indices:
-            choice = solution.choices[index]
+            choice = choices[index]
             is_left = solution.left_after is not None and index >= solution.left_after
-            if choice != REGION and not is_left:
+            if choice not in (REGION, LEFT) and not is_left:
                 option = trace.blocks[index].options[choice]
                 seconds += option.save_seconds + option.use_seconds
             if runs and runs[-1][0] == choice:
@@ -438,21 +439,25 @@ def plan_of(
         solution.windows.inflight_bytes,
         solution.windows.prefetch_bytes,
         forecast.resident_peak_bytes,
-        regions=_planned_regions(trace.cut_at(solution.levels), solution, stays or {}),
+        regions=_planned_regions(trace.cut_at(solution.levels), choices, stays or {}),
         left_after=left_after,
         trace=trace,
         bias_bytes=bias_bytes,
     )
 
 
-def _planned_regions(trace: Trace, solution: Solution, stays: Stays) -> tuple[PlannedRegion, ...]:
+def _planned_regions(
+    trace: Trace, choices: Sequence[str], stays: Stays
+) -> tuple[PlannedRegion, ...]:
     by_name: dict[str, dict[int, TracedRegion]] = {}
     for each in trace.regions:
         by_name.setdefault(each.name, {})[each.index] = each
     planned = []
     for name, of in by_name.items():
-        again = {at for at, each in of.items() if solution.choices[each.members[0]] == REGION}
-        flags = ["region" if at in again else "once" for at in range(max(of) + 1)]
+        firsts = {at: choices[each.members[0]] for at, each in of.items()}
+        flags = [firsts.get(at, ONCE) for at in range(max(of) + 1)]
+        flags = [each if each in _RUNS else ONCE for each in flags]
+        again = {at for at, each in enumerate(flags) if each == REGION}
         free = sum(trace.blocks[block].nbytes for at in again for block in of[at].members)
         planned.append(
             PlannedRegion(

@@ -261,7 +261,7 @@ def test_a_plan_with_regions_is_followed_from_a_file(memory, tmp_path):
                 each.nbytes for each in plan.regions
             )
             for each in plan.classes:  # what is held until a forward was compared, is none of them
-                held = sum(n for name, n in each.choices if name != "region")
+                held = sum(n for name, n in each.choices if name not in ("region", "left"))
                 assert again._planner.follower.choices._met[each.name] == held
             if number:  # in the first, each is tried first, and what it saves moves meanwhile
                 assert after.written_bytes == before.written_bytes
@@ -468,7 +468,7 @@ def test_what_a_refused_region_saves_moves(memory, tmp_path):
 def test_what_the_plan_does_not_know_runs_again_unless_it_was_measured():
     regions = Regions()
     regions.meet("seen.*")
-    regions.follow({"some.*": [True, False]}, {("some.*", 1): frozenset([3])})
+    regions.follow({"some.*": ["region", "once"]}, {("some.*", 1): frozenset([3])})
     assert regions.runs_again("new.*", 5)
     assert not regions.runs_again("seen.*", 0)
     assert [regions.runs_again("some.*", at) for at in range(3)] == [True, False, False]
@@ -477,7 +477,7 @@ def test_what_the_plan_does_not_know_runs_again_unless_it_was_measured():
 
 def test_a_step_without_a_region_does_not_say_that_it_cannot_run_again():
     regions = Regions()
-    regions.follow({"some.*": [True]}, {})
+    regions.follow({"some.*": ["region"]}, {})
     regions.begin_step()
     assert regions.can_be_followed(()), "none began in the step before"
     regions.begin("some.*")

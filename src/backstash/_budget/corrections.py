@@ -170,10 +170,15 @@ class Corrections:
     def time(self, seconds: float) -> bool:
         """Add the seconds of a step like the plan's that was not recorded. Return whether they are used: only
         the first few are. (Recording a step takes time, so these are better figures.)"""
-        if not self._figures or len(self._timed) >= _VALIDATED_STEPS:
+        if not self._figures or self.is_timed:
             return False
         self._timed.append(seconds)
         return True
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether enough steps were timed that were not recorded."""
+        return len(self._timed) >= _VALIDATED_STEPS
 
     @property
     def measured(self) -> tuple[int, float] | None:
@@ -278,7 +283,7 @@ class Corrections:
         ago. They are compared with the prediction; or with the first steps under this plan, if those were
         measured again or took less.
         """
-        if len(self._timed) >= _VALIDATED_STEPS:
+        if self.is_timed:
             found = typical(self._timed)
             if self._is_again or found < predicted_seconds:
                 predicted_seconds = found

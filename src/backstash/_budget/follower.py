@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from torch import Tensor, nn
 
 from .._plan.choices import Choices, ClassOf
-from .._plan.regions import AGAIN, ONCE, TRACED, Regions, name_of
+from .._plan.regions import AGAIN, LEFT, ONCE, TRACED, Regions, name_of
 from .._plan.table import REGION
 from .._saved.block import Block
 from ..plan import Plan
@@ -77,12 +77,13 @@ class Follower:
         self._unlooked_bytes = 0
         self._largest_bytes = 0  # largest block in a step that keeps what fits
         self._asked = 0  # calls of may_leave_bytes() in this step
+        self._is_over = False  # whether more was held in this step than planned
         # Forwards of this step that the plan recomputes but that are not: what they save has to move.
         self._refused: set[tuple[str, int]] = set()
 
     def begin_step(self) -> None:
         """Begin a step, in which nothing was saved yet."""
-        self._asked = 0
+        self._asked, self._is_over = 0, False
         self._refused.clear()
         self._class_of.begin_step()
         if self.choices is not None:
@@ -101,7 +102,7 @@ class Follower:
         if self._regions is not None:
             self._regions.follow(
                 {
-                    each.name: [name == REGION for name, n in each.choices for _ in range(n)]
+                    each.name: [name for name, n in each.choices for _ in range(n)]
                     for each in plan.regions
                 },
                 {
@@ -243,7 +244,14 @@ class Follower:
         if self.plan.state == "left alone":
             return ONCE
         self._refused.discard((name, index))
-        return AGAIN if self._regions.runs_again(name, index) else ONCE
+        if self._regions.runs_again(name, index):
+            return AGAIN
+        if self._tier is None or not self._regions.is_left(name, index):
+            return ONCE
+        if self._is_over:  # even what was to stay may have to move
+            self._shape.manages_more = True
+            return ONCE
+        return LEFT
 
     def _choose(self, group: str) -> str:
         if self._keeps_what_fits:
@@ -300,6 +308,7 @@ class Follower:
         self._unlooked_bytes = self._look_bytes
         over = self._guard.over()
         if over:
+            self._is_over = True
             self._limits.lower_resident(max(0, self._limits.tiers.evictor.resident.nbytes - over))
 
     def _leaves_alone(self, counted: int) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .._core.session import Session
 from .._plan.cuts import CallGraph, CallOperation
-from .._plan.regions import ONCE, TRACED, Forward, Regions
+from .._plan.regions import LEFT, ONCE, TRACED, Forward, Regions
 from .._saved.entry import Entry
 from .._tiers.device_tiers import DeviceTiers
 from .._torch.modules import child_names, module_path, running_modules
@@ -80,6 +80,8 @@ class Planned:
         self._device = tiers.device
         self.forward: Forward | None = None
         """The record of the forward, or ``None``. A recorded forward is not recomputed."""
+        self.is_left = False
+        """Whether nothing that the forward saves is managed."""
         self.may_try = True
         """Whether the region may replay the forward now, to compare."""
         self._number = -1
@@ -101,7 +103,8 @@ class Planned:
                 self.may_try = self._planner.may_try(self.name)
                 self._stays = frozenset()
                 self._latest = self._session.predictor.blocks - 1
-            return way != ONCE
+            self.is_left = way == LEFT
+            return way not in (ONCE, LEFT)
 
     def enter(self, inputs: Collection[int], packed: Iterable[object]) -> None:
         """Begin the forward.
@@ -175,6 +178,13 @@ class Planned:
                 self._regions.add_small(self.forward, storage_identity(storage), storage.nbytes())
         return packed
 
+    def note_own(self, packed: object) -> None:
+        """Record that a forward that is only recorded saved what no replay computes."""
+        if self.forward is not None and type(packed) is Entry:
+            serial = packed.block.cleanup.serial
+            self.forward.add_own(serial, is_new=serial > self._latest)
+            self._latest = max(self._latest, serial)
+
     def keep_busy(self) -> None:
         """Keep the device busy while the host begins a replay whose operations are timed."""
         if self._device is not None:
@@ -186,6 +196,8 @@ class Planned:
             serial = packed.block.cleanup.serial
             if serial > self._latest:
                 self.forward.operands.add(serial)
+            elif serial in self.forward.own:
+                self.forward.again[serial] += 1
 
     def mark(self) -> Any:
         """A point in time of the device that computes."""

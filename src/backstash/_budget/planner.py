@@ -35,7 +35,7 @@ from .._device.base import Device
 from .._plan.regions import Forward, Regions
 from .._plan.simulate import Windows
 from .._plan.solve import smallest_budget
-from .._plan.table import REGION, absent_operands
+from .._plan.table import REGION, absent_operands, left_blocks
 from .._plan.trace import Links, Option, Trace
 from .._runtime.trace import EventLog
 from .._saved.block import Block
@@ -619,13 +619,30 @@ class Planner(Controller):
             return
         if not is_alike:
             return  # the prediction is for another step
-        if self._corrections.time(found.step_seconds):
+        is_used = self._corrections.time(found.step_seconds)
+        if is_used:
             self._note_measured()
         if self.follower.plan.state == "left alone":
             return  # no plan is faster
+        if is_used and self._corrections.is_timed and not solving.is_running:
+            self._compare_times()
+            return
         if self._corrections.is_off(found.step_seconds, predicted.step_seconds):
             self._corrections.begin(again=True)
             self._recording.start()
+
+    def _compare_times(self) -> None:
+        """Follow the plan whose steps took the least time, once those of this one were timed.
+
+        On an accelerator the host may be the limit, which no prediction knows: a plan that asks little of it is
+        timed, too.
+        """
+        measured, solving = self._corrections.measured, self._solving
+        if measured is None or measured[0] > self._budget or self.follower.plan.state != "planned":
+            return
+        solving.timed(measured[1])
+        if self._device is not None and self.regions is not None and not solving.is_new:
+            solving.try_whole_calls(self._target())
 
     def _note_measured(self) -> None:
         measured = self._corrections.measured
@@ -650,17 +667,23 @@ class Planner(Controller):
         self._note_measured()
         if measured[0] <= self._budget:
             self._note_kept()
-        if self._solving.found is None or self._solving.is_running:
+        solving, found = self._solving, self._solving.found
+        if found is None or solving.is_running:
             return  # another plan is being made
         is_left = self.follower.plan.state == "left alone"
         # The same trace as before: under a plan, memory that the allocator caches when the plan's own tensors
         # die would count as other memory.
-        trace, solution, _ = self._solving.found
+        trace, solution, _ = found
         blocks = zip(trace.blocks, solution.choices, strict=True)
         moved = sum(block.nbytes for block, name in blocks if name != "keep")
         left, usable = left_alone(trace), usable_bytes(self._budget)
         if not is_left and self._corrections.leave_all(moved, usable, left[2]):
-            self._solving.found = left
+            solving.found = left
+            return
+        if solving.is_trying:
+            if measured[0] > self._budget:
+                solving.end_trial()
+            self._corrections.forget_followed()
             return
         if not is_left:
             choices, windows = solution.choices, solution.windows
@@ -926,10 +949,11 @@ class Planner(Controller):
             if solution.choices[each.members[0]] == REGION
         ]
         absent = absent_operands(trace.regions, again)
+        left = set() if is_left else left_blocks(trace, solution.choices)
         held = [
             block.nbytes
             for at, (block, name) in enumerate(zip(trace.blocks, solution.choices, strict=True))
-            if name != REGION and at not in absent
+            if name != REGION and at not in absent and at not in left
         ]
         self._bytes_at_start = at_start
         self._shape.follow(held, _saved_by(trace) - sum(held))
@@ -941,7 +965,9 @@ class Planner(Controller):
         self._limits.set_windows(self._limits.planned_windows)
         predicted_bytes = solution.predicted_bytes(bias_bytes)
         slack = max(0, self._budget - predicted_bytes)
-        self._limits.resident = solution.forecast.resident_peak_bytes + slack
+        left_bytes = sum(trace.blocks[at].nbytes for at in left)
+        managed_bytes = max(0, solution.forecast.resident_peak_bytes - left_bytes)
+        self._limits.resident = managed_bytes + slack
         self._limits.set_resident(self._limits.resident)
         under_way = sum(self._limits.windows)
         self._limits.unplanned = max(0, self._target() - self._most_other_bytes - under_way)

@@ -57,6 +57,8 @@ class StepShape:
         """Whether to expect a larger step, because one was recognized after its first block."""
         self.is_unknown = False
         """Whether this step saved a block that the plan does not know."""
+        self.manages_more = False
+        """Whether this step has blocks that the plan leaves unmanaged."""
         self.counted = 0
         """Number of blocks of this step so far."""
         self.known_bytes = 0
@@ -87,7 +89,7 @@ class StepShape:
         self._is_seen = True
         if not ended.was_larger and not is_first:
             self._most_asked_bytes = max(self._most_asked_bytes, ended.asked_bytes)
-        self.is_larger = self.is_unknown = False
+        self.is_larger = self.is_unknown = self.manages_more = False
         self._ended_first_bytes = self._first_bytes
         self.counted = self._saved_bytes = self._again_bytes = self._asked_bytes = 0
         return ended
@@ -114,7 +116,10 @@ class StepShape:
                 if nbytes > self._most_first_bytes or self.expects_larger:
                     larger = nbytes, self._known_first_bytes
             self._first_bytes = nbytes
-        elif not self.is_larger and self._saved_bytes - self._again_bytes > self._most_saved_bytes:
+        elif (
+            not (self.is_larger or self.manages_more)
+            and self._saved_bytes - self._again_bytes > self._most_saved_bytes
+        ):
             larger = self._saved_bytes, self.known_bytes
         self._saved_bytes += nbytes
         self._again_bytes += nbytes * is_again

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from .._plan.simulate import Windows, simulate
 from .._plan.solution import Solution, best_of
-from .._plan.solve import follow, smallest_budget, solve_with_cuts
+from .._plan.solve import follow, smallest_budget, solve_with_cuts, whole_calls
 from .._plan.trace import Trace, TracedBlock
 
 __all__ = ["Kept", "Solved", "Solving", "left_alone"]
@@ -17,6 +17,8 @@ Solved = tuple[Trace, Solution, int]
 """The trace that was planned for, the solution, and the smallest budget that such a step can keep."""
 
 _ALIKE = 0.01  # step times that differ by a smaller part count as equal
+_TRIED = 0.1  # a plan is tried whose predicted time is at most so much longer
+_FASTER = 0.05  # a plan takes the place of another one whose steps take so much longer
 
 
 def left_alone(trace: Trace) -> Solved:
@@ -67,6 +69,11 @@ class Solving:
         self._windows = windows
         self._notes = notes
         self._kept: dict[tuple[str, ...], Kept] = {}
+        # The plans of one trace whose steps were timed and kept the budget, with their seconds.
+        self._timed: dict[tuple[str, ...], tuple[float, Solved]] = {}
+        self.is_trying = False
+        """Whether :attr:`taken` is followed only to time it: see :meth:`try_whole_calls`."""
+        self._has_tried = False
 
     def keep(self, kept: Kept) -> None:
         """Allow these choices to be planned again."""
@@ -75,6 +82,7 @@ class Solving:
     def give_up(self, choices: tuple[str, ...]) -> None:
         """Record that steps with these choices exceeded the budget. If they kept it before, the process has
         grown, and the other kept choices are no longer reliable."""
+        self._timed.pop(choices, None)
         if choices in self._kept:
             self._kept.clear()
 
@@ -94,6 +102,9 @@ class Solving:
         self._kept = {
             choices: each for choices, each in self._kept.items() if each.blocks is trace.blocks
         }
+        if self.found is None or self.found[0].blocks is not trace.blocks:
+            self._timed.clear()
+            self._has_tried = False
         self.found, kept = None, [*self._kept.values()]
 
         def work() -> None:
@@ -132,6 +143,41 @@ class Solving:
 
     def _solved(self, trace: Trace, target: int, allowed: Sequence[str]) -> Solution:
         return solve_with_cuts(trace, target, allowed=allowed, windows=self._windows)
+
+    def timed(self, seconds: float) -> None:
+        """Record what the steps of the plan that is followed take. Follow another one again whose steps took
+        less time; the prediction said otherwise. Each plan is left for another one at most once."""
+        self.is_trying = False
+        assert self.taken is not None
+        choices = self.taken[1].choices
+        self._timed[choices] = seconds, self.taken
+        least, fastest = min(self._timed.values(), key=lambda each: each[0])
+        if least < (1 - _FASTER) * seconds:
+            del self._timed[choices]
+            self.found = fastest
+
+    def try_whole_calls(self, target: int) -> bool:
+        """Follow a plan that only recomputes whole calls, to time it (see :func:`whole_calls`), once for each
+        trace. Return whether there is one, and its predicted time is not much longer."""
+        if self._has_tried or self.taken is None:
+            return False
+        self._has_tried = True
+        trace, solution, smallest = self.taken
+        other = whole_calls(trace, target, solution.windows)
+        if other is None or other.choices == solution.choices:
+            return False
+        most = solution.forecast.step_seconds * (1 + _TRIED)
+        if other.forecast.step_seconds > most:
+            return False
+        self.found = trace, replace(other, bound_seconds=solution.bound_seconds), smallest
+        self.is_trying = True
+        return True
+
+    def end_trial(self) -> None:
+        """Follow the plan from before :meth:`try_whole_calls`: the one that was tried exceeded the budget."""
+        self.is_trying = False
+        if self._timed:
+            self.found = min(self._timed.values(), key=lambda each: each[0])[1]
 
     @property
     def is_running(self) -> bool:

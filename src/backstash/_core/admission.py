@@ -202,6 +202,20 @@ class Admission:
         finally:
             self._session.hook_took("pack hook", began)
 
+    def hook_leaving(self, thread_state: ThreadState) -> Callable[[Tensor], object]:
+        """Like :meth:`hook`, but leave every tensor in place, unmanaged."""
+        hook = self.hook(thread_state)
+
+        def pack(tensor: Tensor) -> object:
+            if type(tensor) is not Tensor:
+                return hook(tensor)
+            thread_state.fitting_saves += 1
+            thread_state.fitting_bytes += tensor.nbytes
+            version = tensor._version
+            return tensor.detach() if version == 0 else (tensor.detach(), version)
+
+        return pack
+
     def hook_packing(self, thread_state: ThreadState) -> Callable[[Tensor], object]:
         """Like :meth:`hook_exact`, but pack tensors by :data:`EXACT`, unless there is a policy."""
         return lambda tensor: self._pack_large(tensor, thread_state, packs=True, exact=True)
@@ -636,7 +650,8 @@ class Admission:
             block.cleanup.module = module_path(modules)
         session.add(block, thread_state)
         if gone is None:
-            session.save_counts.begin(block, session.predictor.passes)
+            root = id(modules[0]) if modules else 0
+            session.save_counts.begin(block, session.predictor.passes, root)
             slices = block.storage_version.slices
             if slices is not None and slices.expected:
                 block.saves.expected = slices.expected

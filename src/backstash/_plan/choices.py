@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from ..units import format_bytes
-from .regions import name_of
+from .regions import LEFT, name_of
 from .table import REGION
 
 __all__ = ["Choices", "ClassOf"]
@@ -56,7 +56,7 @@ class Choices:
 
     Args:
         classes: name, and runs of a choice with the number of blocks it is for. The classes include blocks that
-            recomputed regions discard.
+            recomputed regions discard, and those of calls that nothing manages.
     """
 
     def __init__(self, classes: Iterable[tuple[str, Iterable[tuple[str, int]]]]) -> None:
@@ -72,7 +72,7 @@ class Choices:
                 self.recompute = self.recompute or choice == "recompute"
                 if choice == REGION:
                     self._partly.update((name, _without_size(name)))
-                else:
+                elif choice != LEFT:
                     these += [choice] * count
                     anyhow += [choice] * count
         self._alike: dict[str, list[str]] = {}  # by operation and size
@@ -115,7 +115,7 @@ class Choices:
             return None
         if at < len(choices):
             return choices[at]
-        return REGION if name in self._partly else choices[0]
+        return REGION if name in self._partly else choices[0] if choices else "keep"
 
     def _of_another_module(self, name: str) -> str | None:
         """Return a known class of the same operation and size, of a module around this one's or inside it.

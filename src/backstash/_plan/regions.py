@@ -13,14 +13,27 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .cuts import CallGraph, cuts_of
+from .table import REGION
 from .trace import RegionCut, TracedRegion
 
-__all__ = ["AGAIN", "ONCE", "TRACED", "Forward", "Regions", "Stays", "name_of", "traced_regions"]
+__all__ = [
+    "AGAIN",
+    "LEFT",
+    "ONCE",
+    "TRACED",
+    "Forward",
+    "Regions",
+    "Stays",
+    "name_of",
+    "traced_regions",
+]
 
 AGAIN = "again"
 """Recompute the forward: discard what it saves."""
 ONCE = "once"
 """Do not recompute it: hold what it saves as usual."""
+LEFT = "left"
+"""Do not recompute it, and do not manage what it saves: all of it stays in place."""
 TRACED = "traced"
 """Do not recompute it, and record what it saves."""
 
@@ -61,6 +74,12 @@ class Forward:
     """Numbers of the blocks of its inputs."""
     operands: set[int] = field(default_factory=set)
     """Numbers of the blocks that it holds only so that a replay can read them."""
+    own: set[int] = field(default_factory=set)
+    """Numbers of the blocks that it saved first and that no replay computes."""
+    others: set[int] = field(default_factory=set)
+    """Numbers of further blocks that it saved, which were saved before."""
+    is_closed: bool = False
+    """Whether nothing outside it saves what it saved first."""
     graph: CallGraph | None = None
     """The operations of this forward, if a replay of it, or of another forward of its module, was timed."""
 
@@ -72,8 +91,18 @@ class Forward:
         elif block in self.saved.values():
             self.again[block] += 1
         else:
+            self.others.add(block)
             return  # saved outside this forward: it is held anyway
         self.saved[number] = block
+
+    def add_own(self, block: int, *, is_new: bool) -> None:
+        """Record a save of what no replay computes: of a new block, or of one that was saved before."""
+        if is_new:
+            self.own.add(block)
+        elif block in self.own or block in self.saved.values():
+            self.again[block] += 1
+        else:
+            self.others.add(block)
 
 
 class Regions:
@@ -90,6 +119,7 @@ class Regions:
         self._known: set[str] = set()  # names that occurred in measured steps
         self._stays: dict[tuple[str, int], frozenset[int]] = {}
         self._planned_stays: dict[tuple[str, int], frozenset[int]] = {}
+        self._left: set[tuple[str, int]] = set()  # the forwards whose saves are not managed
         self._bytes: dict[str, int] = {}
         self._tried: Counter[str] = Counter()
         self._forwards: list[Forward] = []
@@ -133,6 +163,10 @@ class Regions:
         if choices is None:
             return name not in self._known
         return index < len(choices) and choices[index]
+
+    def is_left(self, name: str, index: int) -> bool:
+        """Whether the plan leaves everything in place that this forward saves."""
+        return (name, index) in self._left
 
     def can_be_followed(self, traced: Iterable[TracedRegion]) -> bool:
         """Whether every forward that the plan recomputes and that began in the ended step can be recomputed.
@@ -217,11 +251,20 @@ class Regions:
             key = each.name, each.index
             self._stays[key] = self._stays.get(key, frozenset()) | shared
             each.operands = {block for block in each.operands if not again[block]}
+            firsts = (*each.saved.values(), *each.own)
+            each.is_closed = all(again[block] <= each.again[block] for block in firsts)
         return taken
 
-    def follow(self, choices: Mapping[str, Sequence[bool]], stays: Stays) -> None:
-        """Recompute the forwards that the plan chooses from now on."""
-        self._choices = {name: [*each] for name, each in choices.items()}
+    def follow(self, choices: Mapping[str, Sequence[str]], stays: Stays) -> None:
+        """Follow the plan from now on: for each forward of a name, :data:`REGION`, :data:`ONCE` or
+        :data:`LEFT`."""
+        self._choices = {name: [way == REGION for way in each] for name, each in choices.items()}
+        self._left = {
+            (name, at)
+            for name, each in choices.items()
+            for at, way in enumerate(each)
+            if way == LEFT
+        }
         self._known.update(choices)
         self._planned_stays = dict(stays)
 
@@ -270,6 +313,9 @@ def traced_regions(
                 inputs,
                 _cuts(graph, each.saved, members, inputs, blocks, index),
                 operands=tuple(sorted(index[at] for at in each.operands if at in index)),
+                own=tuple(sorted(index[at] for at in each.own if at in index)),
+                others=tuple(sorted(index[at] for at in each.others if at in index)),
+                is_closed=each.is_closed,
             )
         )
     return tuple(found)

@@ -18,6 +18,7 @@ makes others in their place, and for the best it tries other windows.
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -29,7 +30,7 @@ from .solution import Solution, best_of, rank
 from .table import REGION, Problem
 from .trace import Option, Trace
 
-__all__ = ["follow", "smallest_budget", "solve", "solve_with_cuts"]
+__all__ = ["follow", "smallest_budget", "solve", "solve_with_cuts", "whole_calls"]
 
 _FILLED = 4  # so many of the best candidates are filled
 _MIXTURES = 16  # tried between recomputing nothing and everything; fewer in a step of many blocks
@@ -115,6 +116,30 @@ def solve_with_cuts(
             left_after = search.problem.left_after(better.choices)
             found.append(replace(better, left_after=left_after, levels=one.levels))
     return replace(best_of(found), bound_seconds=found[0].bound_seconds)
+
+
+def whole_calls(trace: Trace, budget: int, windows: Windows) -> Solution | None:
+    """Return the choices that recompute as few whole calls as the budget allows, the first of the step, and
+    keep everything else, as ``torch.utils.checkpoint`` does; ``None`` if all of them are not enough.
+
+    No choices ask less of the host, which no prediction knows on an accelerator.
+    """
+    problem = Problem(trace, budget, ("keep", REGION))
+    regions = sorted(problem.regions, key=lambda each: problem.saves[each.members[0]])
+
+    def up_to(count: int) -> tuple[str, ...]:
+        again = {member for each in regions[:count] for member in each.members}
+        return tuple(REGION if at in again else "keep" for at in range(len(trace.blocks)))
+
+    count = bisect.bisect_left(
+        range(len(regions) + 1),
+        True,
+        key=lambda at: problem.forecast(up_to(at), windows).peak_bytes <= budget,
+    )
+    if count > len(regions):
+        return None
+    forecast = problem.forecast(up_to(count), windows)
+    return Solution(up_to(count), windows, forecast, 0.0, fits=True)
 
 
 def _swapped(

@@ -10,7 +10,16 @@ from dataclasses import dataclass, field
 from .simulate import Forecast, Windows, simulate
 from .trace import Option, Trace, TracedRegion
 
-__all__ = ["REGION", "Composite", "Group", "Problem", "Table", "absent_operands", "added_seconds"]
+__all__ = [
+    "REGION",
+    "Composite",
+    "Group",
+    "Problem",
+    "Table",
+    "absent_operands",
+    "added_seconds",
+    "left_blocks",
+]
 
 REGION = "region"
 """The choice of the members of a recomputed region."""
@@ -150,6 +159,26 @@ def absent_operands(regions: Sequence[TracedRegion], again: Collection[int]) -> 
     for at, region in enumerate(regions):
         (present if at in again else absent).update(region.operands)
     return absent - present
+
+
+def left_blocks(trace: Trace, choices: Sequence[str]) -> set[int]:
+    """Return the blocks of the calls that need no managing: whatever these save or read stays in place, and
+    nothing outside them saves what they save first. There are none if no call is recomputed, since no hook
+    then sees where a call begins.
+
+    Args:
+        trace: of the step, without cuts.
+        choices: for each block.
+    """
+    found = set[int]()
+    if REGION not in choices:
+        return found
+    for each in trace.regions:
+        if each.is_closed and all(
+            choices[at] == "keep" for at in (*each.members, *each.own, *each.inputs, *each.others)
+        ):
+            found.update(each.members, each.own)
+    return found
 
 
 def added_seconds(now: Option, then: Option, link_seconds: float) -> float:

@@ -106,6 +106,12 @@ class TracedRegion:
     """The numbers of the saves that are held, if only a part is recomputed; see :meth:`cut_at`."""
     operands: tuple[int, ...] = ()
     """The blocks that exist only if it is recomputed, since a replay reads them."""
+    own: tuple[int, ...] = ()
+    """Further blocks that it saves first, which no replay computes."""
+    others: tuple[int, ...] = ()
+    """Further blocks that it saves, which were saved before."""
+    is_closed: bool = False
+    """Whether nothing outside it saves what it saves first."""
 
     def cut_at(self, level: int) -> TracedRegion:
         """Return this call with only a part of it recomputed: that of the cut ``level`` - 1, or the last one.
@@ -252,7 +258,9 @@ class Trace:
         if not (self.links.down_rate and self.links.up_rate):
             raise ValueError("a transfer rate is 0")
         members = [
-            at for each in self.regions for at in (*each.members, *each.inputs, *each.operands)
+            at
+            for each in self.regions
+            for at in (*each.members, *each.inputs, *each.operands, *each.own, *each.others)
         ]
         cuts = [cut for each in self.regions for cut in each.cuts]
         members += [at for each in cuts for at in (*each.members, *each.inputs)]
@@ -304,6 +312,8 @@ class Trace:
                             "cuts": tuple(_cut(cut) for cut in each.get("cuts", ())),
                             "stays": tuple(each.get("stays", ())),
                             "operands": tuple(each.get("operands", ())),
+                            "own": tuple(each.get("own", ())),
+                            "others": tuple(each.get("others", ())),
                         }
                     )
                     for each in values.get("regions", ())

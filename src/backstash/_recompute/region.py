@@ -72,6 +72,8 @@ class ForwardPlan(Protocol):
 
     forward: Any
     """The record of the forward, or ``None``. A recorded forward is not recomputed."""
+    is_left: bool
+    """Whether nothing that the forward saves is managed."""
     may_try: bool
     """Whether the region may replay the forward now, to compare."""
 
@@ -104,6 +106,9 @@ class ForwardPlan(Protocol):
 
     def note_discarded(self, tensor: Tensor, value: int) -> None:
         """A save was discarded of the value of this number, in a forward of which a part stays."""
+
+    def note_own(self, packed: object) -> None:
+        """Record that a forward that is only recorded saved what no replay computes."""
 
     def note_operand(self, packed: object) -> None:
         """Record that ``packed`` is held only so that a replay can read it."""
@@ -221,17 +226,17 @@ class Call:
             return kept
         if type(tensor) is not Tensor or task_or_none() != self._task:
             # A backward within the forward that retains its graph saves the tensors it unpacked.
-            return self._pack(tensor)
+            return self._pack_own(tensor)
         state = tape.state_of(tensor)
         if state is None or reason_to_stay(tensor):
-            return self._pack(tensor)
+            return self._pack_own(tensor)
         if tensor.requires_grad:
             if state.reason:  # one that may still be filled is checked later
                 return self._refuse(tensor, state.reason)
         elif _is_workspace(tensor):
-            return self._pack(tensor)
+            return self._pack_own(tensor)
         if not self.region.admission.may_discard(tensor):
-            return self._pack(tensor)
+            return self._pack_own(tensor)
         held = Held(self, state, place_of(tensor), tensor)
         if not tensor.requires_grad:
             # An operation may save a tensor before it fills it: check it when the operation has ended.
@@ -286,7 +291,14 @@ class Call:
         if reason != UNSEEN:  # which is usually an input of the module
             self.region.count(reason, tensor.nbytes)
         packs = self._may_pack(tensor, is_random=reason.endswith(RANDOM))
-        return self._pack_smaller(tensor) if packs else self._pack(tensor)
+        return self._pack_own(tensor, self._pack_smaller if packs else self._pack)
+
+    def _pack_own(self, tensor: Tensor, pack: Callable[[Tensor], object] | None = None) -> object:
+        """Hold a tensor that no replay computes."""
+        packed = (pack or self._pack)(tensor)
+        if self._planned is not None:
+            self._planned.note_own(packed)
+        return packed
 
     def _hold_operand(self, tensor: Tensor, is_random: bool) -> object:
         packed = self.region.admission.keep_parameter(tensor, self._thread_state)
@@ -791,6 +803,8 @@ class Region:
                 if outer is not None:
                     outer.leave()
             if not planned.begin():
+                if planned.is_left:
+                    pack = self.admission.hook_leaving(thread_state)
                 self._enter(frame, Once(pack, self.admission, packed))
                 _put_back(thread_state, outer)
                 return

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 __all__ = ["BlockSaves", "SaveCounts"]
 
 _MOST_BLOCKS = 1 << 20  # of one module in a pass; later blocks are not counted
+_MOST_MODULES = 1 << 16  # of which the saves are remembered
 _MOST_SAVES = 255  # of one block; more are counted as this many
 _NO_HISTORY = bytearray()
 
@@ -53,16 +54,27 @@ class SaveCounts:
     """
 
     def __init__(self) -> None:
-        self._histories: dict[str, bytearray] = {}  # by module: the saves of each block in turn
-        self._begun: dict[str, int] = {}  # by module: how many blocks this pass has had
+        # By the outermost running module and the path of the innermost one in it: the saves of each block in
+        # turn, and how many blocks this pass has had.
+        self._histories: dict[tuple[int, str], bytearray] = {}
+        self._begun: dict[tuple[int, str], int] = {}
         self._pass = 0
 
-    def begin(self, block: _Counted, in_pass: int) -> None:
-        """Add a new block, which was saved once so far. ``in_pass`` is the number of its pass."""
+    def begin(self, block: _Counted, in_pass: int, root: int = 0) -> None:
+        """Add a new block, which was saved once so far.
+
+        Args:
+            block: the block.
+            in_pass: the number of its pass.
+            root: identifies the outermost module that runs. A program may call many of one class, in which the
+                paths are the same.
+        """
         if in_pass != self._pass:
             self._pass = in_pass
             self._begun.clear()
-        module = block.cleanup.module
+            if len(self._histories) > _MOST_MODULES:
+                self._histories.clear()
+        module = root, block.cleanup.module
         number = block.saves.number = self._begun.get(module, 0)
         self._begun[module] = number + 1
         history = self._histories.get(module)

@@ -18,7 +18,7 @@ _KEYS = {
 _WORDS = {choice: label_of(key) for choice, key in _KEYS.items()} | {
     "region": "to be recomputed with its module"
 }
-_RUNS = {"region": "recomputed", "once": "held"}
+_RUNS = {"region": "recomputed", "once": "held", "left": "left"}
 _FIGURES = {
     "plain": "with everything in place, by the simulation",
     "predicted": "predicted, under the plan",
