@@ -61,6 +61,8 @@ USED = {
         "torch._C._dispatch_tls_local_include_set",
         "torch._C._len_torch_dispatch_stack",
         "torch._C._len_torch_function_stack",
+        "torch._C._pop_torch_dispatch_stack",
+        "torch._C._push_on_torch_dispatch_stack",
         "torch._C._set_grad_enabled",
         "torch.utils._python_dispatch.TorchDispatchMode",
         "torch.utils._python_dispatch._disable_current_modes",

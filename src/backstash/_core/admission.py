@@ -370,13 +370,24 @@ class Admission:
             session.settle(thread_state)
 
     def keep_parameter(self, tensor: Tensor, thread_state: ThreadState) -> object | None:
-        """Return what autograd holds in place of a parameter or a view of one; ``None`` for another tensor, or
-        if there is a policy, which is asked for each tensor."""
-        if self._policy is not None or not _is_plainly_parameter(tensor):
+        """Return what autograd holds in place of a parameter, another leaf that gets a gradient, or a view of
+        one; ``None`` for another tensor, or if there is a policy, which is asked for each tensor. A wrong
+        ``None`` only costs time."""
+        base = tensor if tensor._base is None else tensor._base
+        kind = type(base)
+        if kind is not nn.Parameter and (
+            kind is not Tensor or not base.is_leaf or not base.requires_grad
+        ):
+            return None
+        if self._policy is not None or (tensor is not base and type(tensor) is not Tensor):
             return None
         thread_state.parameter_saves += 1
-        thread_state.parameter_bytes += _nbytes_of(tensor)
-        return _in_place(tensor, PARAMETER)
+        thread_state.parameter_bytes += (
+            tensor.nbytes if tensor.layout is torch.strided else _nbytes_of(tensor)
+        )
+        version = tensor._version
+        kept = tensor if tensor.is_leaf else tensor.detach()
+        return kept if version == 0 else (kept, version)
 
     def may_discard(self, tensor: Tensor) -> bool:
         """Return whether a plain tensor that PyTorch's operations computed may be freed.
@@ -390,7 +401,8 @@ class Admission:
             least = min(least, _LEAST_LET_GO)
         if tensor.untyped_storage().nbytes() < least:
             return False
-        return not isinstance(self._session.tiers_of(tensor.device), str)
+        session, device = self._session, tensor.device
+        return not isinstance(session.known_tiers.get(device) or session.tiers_of(device), str)
 
     def _pack_block(
         self,
@@ -848,16 +860,6 @@ def _asked(
             "backstash.codecs.EXACT, or None"
         )
     return codec
-
-
-def _is_plainly_parameter(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is a parameter, another leaf that gets a gradient, or a view of one. A wrong "no" only
-    costs time."""
-    base = tensor if tensor._base is None else tensor._base
-    if type(tensor) is not Tensor and tensor is not base:
-        return False
-    kind = type(base)
-    return kind is nn.Parameter or (kind is Tensor and base.is_leaf and base.requires_grad)
 
 
 def _is_parameter(tensor: Tensor) -> bool:

@@ -162,6 +162,7 @@ class Call:
         self._sampled = (
             region.next_sampled()
         )  # on an accelerator, the number of the tensor to sample
+        self._is_thorough = region.is_thorough
         self._discarded = 0
         self._discarded_bytes = 0
         self._counted: set[tuple[int, Place]] = set()  # states and places in _discarded_bytes
@@ -201,10 +202,14 @@ class Call:
         tape, planned = self.tape, self._planned
         assert tape is not None
         if self.region.is_found:
-            storage = storage_of(tensor)
-            if storage is not None:
-                self._saved.add((storage_identity(storage), tensor._version))
-        with tape.aside():
+            try:
+                identity = storage_identity(tensor.untyped_storage())
+            except (NotImplementedError, RuntimeError):  # see storage_of()
+                pass
+            else:
+                self._saved.add((identity, tensor._version))
+        paused = tape.pause()
+        try:
             # What is discarded does not reach the stash's hook, which otherwise does this.
             if self._thread_state.waiting and not self.region.session.section.is_nested():
                 self.region.admission.settle(self._thread_state)
@@ -217,6 +222,8 @@ class Call:
                 return self._save(tensor, tape)
             finally:
                 planned.hook_took(began)
+        finally:
+            tape.resume(paused)
 
     def _save(self, tensor: Tensor, tape: Tape) -> object:
         number, self._count = self._count, self._count + 1
@@ -350,6 +357,8 @@ class Call:
         """Return what a replay of ``tensor`` will be compared with; ``None``: nothing."""
         region, number = self.region, self._discarded
         self._discarded += 1
+        if number != self._sampled and not (tensor.is_cpu or self._is_thorough):
+            return None
         tiers = region.tiers_of(tensor.device)
         if tiers is None:
             return region.sample(tensor)
@@ -855,7 +864,8 @@ class FoundModules:
     """
 
     def __init__(self, regions: list[tuple[nn.Module, Region]]) -> None:
-        self._regions = {id(module): (weakref.ref(module), region) for module, region in regions}
+        self.regions = {id(module): (weakref.ref(module), region) for module, region in regions}
+        """By the ``id`` of a module: the module and its region."""
         self._begins = register_module_forward_pre_hook(_FoundHook(self, FoundModules._begin))
         self._ends = register_module_forward_hook(
             _FoundHook(self, FoundModules._end), always_call=True
@@ -871,15 +881,15 @@ class FoundModules:
         self._end_if_idle()
 
     def _end_if_idle(self) -> None:
-        sessions = {region.session for _, region in self._regions.values()}
+        sessions = {region.session for _, region in self.regions.values()}
         scopes = [s for session in sessions for each in session.thread_states for s in each.scopes]
         if not any(isinstance(each.hooks.pack_hook, Call | Once) for each in scopes):
             self._ends.remove()
             _ending.discard(self)
 
     def region_of(self, module: nn.Module) -> Region | None:
-        """The region of a module; ``None`` if it has none. Every module's call asks for it."""
-        known = self._regions.get(id(module))
+        """The region of a module; ``None`` if it has none."""
+        known = self.regions.get(id(module))
         return known[1] if known is not None and known[0]() is module else None
 
     def _begin(self, region: Region, module: nn.Module, args: Any) -> None:
@@ -904,9 +914,10 @@ class _FoundHook(Hook):
     def __call__(self, *given: Any) -> None:
         """See ``register_module_forward_hook``."""
         found = self._found()
-        region = found.region_of(given[0]) if found is not None else None
-        if region is not None:
-            self._act(found, region, *given)
+        if found is not None and id(given[0]) in found.regions:
+            region = found.region_of(given[0])
+            if region is not None:
+                self._act(found, region, *given)
 
 
 def _remove_all(handles: Iterable[RemovableHandle]) -> None:

@@ -47,12 +47,21 @@ def _set_precisions(values: tuple[str, ...]) -> None:
 
 def now(*, on_accelerator: bool = False) -> Settings:
     """Return the current settings; for an operation on the CPU, only those that it depends on."""
+    precisions: tuple[str, ...] = (
+        fp32_precision(*_ON_CPU[0]),
+        fp32_precision(*_ON_CPU[1]),
+        fp32_precision(*_ON_CPU[2]),
+    )
+    if on_accelerator:
+        precisions += (
+            fp32_precision(*_ON_CUDA[0]),
+            fp32_precision(*_ON_CUDA[1]),
+            fp32_precision(*_ON_CUDA[2]),
+        )
     found = (
         torch.get_num_threads(),
         torch.get_default_dtype(),
-        tuple(
-            [fp32_precision(*each) for each in (_ON_CPU + _ON_CUDA if on_accelerator else _ON_CPU)]
-        ),
+        precisions,
         _smallest / 2 == 0.0,  # whether this thread replaces denormal numbers by zero
         torch.backends.mkldnn.enabled,
         (

@@ -21,7 +21,7 @@ from __future__ import annotations
 import sys
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Collection, Iterable, MutableMapping
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -35,8 +35,9 @@ from .._torch.dispatch import (
     SilentMode,
     dispatch_modes,
     innermost_mode,
-    pop_mode,
+    pause_mode,
     push_mode,
+    resume_mode,
     take_off,
     with_lazy_bits,
 )
@@ -92,8 +93,20 @@ _OTHER_STREAM = "it was made on another stream"
 _ANY_ORDER = "{} may add in a different order each time"
 _MOST_COPIED_BYTES = 64 << 10
 _NONE: frozenset[int | str] = frozenset()
+_LEAST_SWEPT = 64  # storages that a tape has seen, of which the dead are forgotten
 _LOOKED_EVERY = 32  # operations between two checks that the forward still runs
 TOO_FAR = "it takes {} operations to compute it from saved tensors, more than {}"
+
+
+def _flat(result: Any) -> list[Tensor]:
+    """As :func:`tensors_of`, in one call for most results."""
+    found: list[Tensor] = []
+    for each in result if isinstance(result, (list, tuple)) else (result,):
+        if isinstance(each, Tensor):
+            found.append(each)
+        elif isinstance(each, (list, tuple)):
+            found += tensors_of(each)
+    return found
 
 
 def place_of(tensor: Tensor) -> Place:
@@ -154,15 +167,15 @@ class State:
 
 
 class Memory(weakref.ref[torch.UntypedStorage]):
-    """A storage that the tape has seen: a weak reference to it, whose death removes this object from the tape.
+    """A storage that the tape has seen: a weak reference to it. Once it is dead, another storage may get its
+    identity.
 
     PyTorch keeps a storage's Python object as long as the storage. A weak reference in C++ would keep the
     storage's description alive, which glibc has placed among large pieces of memory.
     """
 
-    __slots__ = ("identity", "state", "version", "writes")
+    __slots__ = ("state", "version", "writes")
 
-    identity: int
     state: State
     version: int
     """Version of the tensor that the tape saw first."""
@@ -311,8 +324,8 @@ class Tape(SilentMode):
         most: int | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._memories = memories = dict[int, Memory]()
-        self._died = lambda ref: memories.pop(ref.identity, None)
+        self._memories = dict[int, Memory]()
+        self._sweep_at = _LEAST_SWEPT
         self._outside: list[Outside] = []
         self._count = self._states = 0
         self._recomputable = recomputable
@@ -320,6 +333,7 @@ class Tape(SilentMode):
         self._most = most
         self._stream: Any = None
         self._bits = ModeBits()
+        self._is_complex = False  # whether an operand of the latest operation is complex
         self._settings: Settings = ()
         self._settings_hash = 0
         self._seconds = self._called_seconds = 0.0
@@ -344,6 +358,21 @@ class Tape(SilentMode):
     def aside(self) -> _Aside:
         """Pause recording inside the context; if this is the innermost mode, also pop it."""
         return _Aside(self)
+
+    def pause(self) -> tuple[bool, bool]:
+        """Stop recording until :meth:`resume`, which gets what this returns: :meth:`aside` without an
+        object."""
+        is_innermost, was_recording = innermost_mode() is self, self.is_recording
+        self.is_recording = False
+        if is_innermost:
+            pause_mode(None)
+        return is_innermost, was_recording
+
+    def resume(self, paused: tuple[bool, bool]) -> None:
+        """Record again after :meth:`pause`."""
+        if paused[0]:
+            resume_mode(self)
+        self.is_recording = paused[1]
 
     def end(self) -> None:
         """Stop recording, and free what is not needed.
@@ -382,10 +411,16 @@ class Tape(SilentMode):
                 self.end()  # an interrupt ended the forward
             operation = operations.get(id(func)) or operation_of(func)
             if operation.is_view or not self.is_recording:
-                return self._call(func, operation, args, kwargs)
+                viewed = args[0] if args else None
+                if type(viewed) is Tensor:
+                    has_bits = viewed.is_complex()
+                else:
+                    has_bits = has_complex(args)
+                return self._call(func, args, kwargs, has_bits or operation.makes_bits)
             for each in types:
                 if each is not Tensor and each is not torch.nn.Parameter:
-                    result = self._call(func, operation, args, kwargs)
+                    has_bits = operation.makes_bits or has_complex(args)
+                    result = self._call(func, args, kwargs, has_bits)
                     self._forget(operation, args, kwargs)
                     break
             else:
@@ -416,10 +451,11 @@ class Tape(SilentMode):
         """Whether it records a whole context, and not one module's forward."""
         return self._most is not None
 
-    def _call(self, func: Any, operation: Operation, args: Any, kwargs: Any) -> Any:
+    def _call(self, func: Any, args: Any, kwargs: Any, has_bits: bool) -> Any:
+        """Call an operation. ``has_bits``: its kernel may compute lazy conjugates, which of real numbers only
+        some do."""
         began = time.perf_counter()
-        # Of real numbers, only these kernels compute lazy conjugates.
-        if operation.makes_bits or has_complex(args):
+        if has_bits:
             with with_lazy_bits():
                 result = func(*args, **kwargs)
         else:
@@ -445,6 +481,7 @@ class Tape(SilentMode):
         op = Op(func, self._count)
         self._count += 1
         kinds: list[Any] = [id(func)]
+        why, self._is_complex = reason, False
         if not reason:
             unread = frozenset(each.place for each in writes if each.fills) if writes else _NONE
             op.args = self._operands(
@@ -456,7 +493,8 @@ class Tape(SilentMode):
                 op.kwargs = dict(zip(kwargs, values, strict=True))
         for each in writes:
             self._begin_write(each)
-        result = self._call(func, operation, args, kwargs)
+        has_bits = operation.makes_bits or (self._is_complex if not why else has_complex(args))
+        result = self._call(func, args, kwargs, has_bits)
         if operation.makes_bits:
             found = result
             with with_lazy_bits():
@@ -531,13 +569,14 @@ class Tape(SilentMode):
     def _add_results(
         self, operation: Operation, op: Op, result: Any, reason: str, key: int
     ) -> None:
-        for at, tensor in enumerate((result,) if type(result) is Tensor else tensors_of(result)):
+        for at, tensor in enumerate((result,) if type(result) is Tensor else _flat(result)):
             try:
                 storage = tensor.untyped_storage()
             except (NotImplementedError, RuntimeError):  # see storage_of()
                 continue
             identity = storage_identity(storage)
-            if identity in self._memories:
+            memory = self._memories.get(identity)
+            if memory is not None and memory() is not None:
                 continue  # memory of an argument or of an earlier result
             why = reason or (ALLOCATES if operation.is_allocation else "")
             state = self._made(op, tensor.device, why, hash((key, at)), result=at)
@@ -566,7 +605,7 @@ class Tape(SilentMode):
         """Return why the results cannot be replayed, for reasons that the operation's schema does not show."""
         first = result
         if type(result) is not Tensor:
-            first = next(tensors_of(result), None)
+            first = next(iter(_flat(result)), None)
         if first is None:
             first = next((each for each in args if isinstance(each, Tensor)), None)
         if first is None or first.is_cpu:
@@ -605,7 +644,7 @@ class Tape(SilentMode):
         elif operation.writes:
             for each in self._outside:
                 each.is_lost = each.packed is None
-            for memory in [*self._memories.values()]:
+            for memory in self._memories.values():
                 memory.state = State(memory.state.device, _SUBCLASS)
 
     # Operands.
@@ -621,7 +660,7 @@ class Tape(SilentMode):
         identity = storage_identity(storage)
         memory = self._memories.get(identity)
         version = 0 if tensor.is_inference() else tensor._version
-        if memory is None:
+        if memory is None or memory() is None:
             memory = self._know(storage, identity, _outside(tensor), version)
         elif version > memory.version + memory.writes:
             # Something that the tape did not see wrote to it.
@@ -631,9 +670,13 @@ class Tape(SilentMode):
     def _know(
         self, storage: torch.UntypedStorage, identity: int, state: State, version: int
     ) -> Memory:
-        memory = self._memories[identity] = Memory(storage, self._died)
-        memory.identity, memory.state = identity, state
-        memory.version, memory.writes = version, 0
+        memories = self._memories
+        if len(memories) >= self._sweep_at:  # the dead keep operations alive
+            for dead in [at for at, each in memories.items() if each() is None]:
+                del memories[dead]
+            self._sweep_at = max(_LEAST_SWEPT, 2 * len(memories))
+        memory = memories[identity] = Memory(storage)
+        memory.state, memory.version, memory.writes = state, version, 0
         return memory
 
     def _operands(
@@ -680,13 +723,18 @@ class Tape(SilentMode):
         state = memory.state
         if state.reason and (is_read or state.reason != ALLOCATES):
             return self._hold(state, tensor, op)
-        made = Made(state, place_of(tensor))
+        place = place_of(tensor)
+        if place[0].is_complex:
+            self._is_complex = True
+        made = Made(state, place)
         op.reads.append(made)
         return made
 
     def _hold(self, state: State | None, tensor: Tensor, op: Op) -> Outside:
         known = state.outside if state is not None else None
         place = place_of(tensor) if state is not None else ()
+        if tensor.is_complex():
+            self._is_complex = True
         outside = known.get(place) if known is not None else None
         if outside is None:
             is_random = state is not None and state.reason.endswith(RANDOM)
@@ -751,7 +799,7 @@ class Tape(SilentMode):
             memory = self._memories.get(storage_identity(tensor.untyped_storage()))
         except (NotImplementedError, RuntimeError):  # see storage_of()
             return None
-        if memory is None:
+        if memory is None or memory() is None:
             return None
         version = 0 if tensor.is_inference() else tensor._version
         return memory.state if version <= memory.version + memory.writes else None
@@ -774,8 +822,12 @@ class Tape(SilentMode):
         """
         if state.reason:
             return state.reason
-        new = [*_wanted(state)]
-        needed = [each for op in new for each in op.before if each.packed is None]
+        new = _wanted(state)
+        needed: list[Outside] = []
+        for op in new:
+            for each in op.before:
+                if each.packed is None:
+                    needed.append(each)
         copies: set[Outside] = set()
         for each in needed:
             tensor = each.tensor
@@ -804,22 +856,16 @@ class Tape(SilentMode):
 class _Aside:
     """The context of :meth:`Tape.aside`."""
 
-    __slots__ = ("_is_innermost", "_tape", "_was_recording")
+    __slots__ = ("_paused", "_tape")
 
     def __init__(self, tape: Tape) -> None:
         self._tape = tape
 
     def __enter__(self) -> None:
-        tape = self._tape
-        self._is_innermost, self._was_recording = innermost_mode() is tape, tape.is_recording
-        tape.is_recording = False
-        if self._is_innermost:
-            pop_mode()
+        self._paused = self._tape.pause()
 
     def __exit__(self, *_: object) -> None:
-        if self._is_innermost:
-            push_mode(self._tape)
-        self._tape.is_recording = self._was_recording
+        self._tape.resume(self._paused)
 
 
 class Leaver:
@@ -859,16 +905,19 @@ def leave_for_backward() -> None:
 _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
 
-def _wanted(state: State) -> Iterator[Op]:
-    """Yield the operations that lead to ``state``, except those whose operands are held."""
-    todo, seen = [state], set()
+def _wanted(state: State) -> list[Op]:
+    """Return the operations that lead to ``state``, except those whose operands are held."""
+    found: list[Op] = []
+    todo, seen = [state], set[Op]()
     while todo:
         op = todo.pop().maker
         if op is None or op.is_wanted or op in seen:
             continue
         seen.add(op)
-        yield op
-        todo += [each.state for each in op.reads]
+        found.append(op)
+        for each in op.reads:
+            todo.append(each.state)
+    return found
 
 
 def _depth(op: Op) -> int:

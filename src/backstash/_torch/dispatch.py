@@ -22,9 +22,11 @@ __all__ = [
     "dispatch_modes",
     "has_kernels",
     "innermost_mode",
+    "pause_mode",
     "pop_mode",
     "push_mode",
     "put_back",
+    "resume_mode",
     "schema_of",
     "set_grad_enabled",
     "take_off",
@@ -71,6 +73,14 @@ pop_mode: Callable[[], Any] = required(
     "torch.utils._python_dispatch._pop_mode", "sees which operations a forward runs"
 )
 """Removes and returns the innermost dispatch mode. If torch lacks it, it raises ``UsageError``."""
+
+resume_mode: Callable[[Any], None] = optional("torch._C._push_on_torch_dispatch_stack", push_mode)
+"""As :data:`push_mode`, for a mode of this package's: without a Python call."""
+
+pause_mode: Callable[[None], Any] = optional(
+    "torch._C._pop_torch_dispatch_stack", lambda _: pop_mode()
+)
+"""As :data:`pop_mode`, for a mode of this package's: without a Python call. Its argument is ``None``."""
 
 innermost_mode: Callable[[], Any] = optional(
     "torch.utils._python_dispatch._get_current_dispatch_mode", lambda: None
