@@ -1,0 +1,240 @@
+"""Calls of which everything stays: nothing manages what they save. Plans compared by measured times."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import backstash._budget.first_steps
+import backstash._budget.planner
+from backstash import Stash
+from backstash._budget.solving import Solving
+from backstash._plan.simulate import Windows
+from backstash._plan.solve import follow, whole_calls
+from backstash._plan.table import REGION, left_blocks
+from backstash._plan.trace import Links, Moment, Option, Trace, TracedBlock, TracedRegion
+from backstash.errors import InplaceError
+from counted_memory import MIB, OTHER, CountedMemory
+
+LAYERS = 8
+SAVED = LAYERS * 4 * MIB
+
+
+class Layer(nn.Module):
+    """Saves its input, and three tensors of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(512))
+        self.seen = None
+
+    def forward(self, x):
+        self.seen = torch.erf(x * self.scale) * 1.5
+        return torch.erf(torch.erf(self.seen) * 1.5) + x
+
+
+@pytest.fixture
+def memory(monkeypatch):
+    """Beside it a slow disk."""
+    monkeypatch.setattr("backstash._plan.regions.cuts_of", lambda graph, nbytes: [])
+    for where in (backstash._budget.planner, backstash._budget.first_steps):
+        monkeypatch.setattr(where, "links_of", lambda records: Links(2e6, 2e6))
+    return CountedMemory(monkeypatch, inflight="2MiB", prefetch="2MiB")
+
+
+def forward(net, stash):
+    x = torch.randn(512, 512, generator=torch.Generator().manual_seed(0))
+    with stash:
+        return net(x * 2).sum()
+
+
+def step(net, stash):
+    loss = forward(net, stash)
+    return [loss.detach(), *torch.autograd.grad(loss, list(net.parameters()))]
+
+
+def ways(plan):
+    return [name for each in plan.regions for name, n in each.choices for _ in range(n)]
+
+
+def settled(memory, tmp_path, net):
+    stash = memory(budget=OTHER + SAVED // 2 + 8 * MIB, disk=tmp_path)
+    stash.recompute(*net)
+    true = step(net, Stash())
+    for _ in range(12):
+        memory.peaks[0] = 0
+        assert all(map(torch.equal, step(net, stash), true))
+        _ = stash.plan
+    return stash, true
+
+
+def test_nothing_manages_what_a_call_saves_of_which_everything_stays(memory, tmp_path):
+    net = nn.Sequential(*(Layer() for _ in range(LAYERS)))
+    stash, true = settled(memory, tmp_path, net)
+    plan = stash.plan
+    assert plan.state == "planned" and plan.measured is not None
+    left = ways(plan).count("left")
+    assert left >= 1 and ways(plan).count("region") >= 1
+    assert "left" in str(plan)
+    before, eligible = stash._session.counts().fitting_saves, stash.stats().eligible_bytes
+    memory.peaks[0] = 0
+    assert all(map(torch.equal, step(net, stash), true))
+    assert memory.peaks[0] <= plan.budget_bytes
+    saves = stash._session.counts().fitting_saves - before
+    assert saves % left == 0 and saves >= 4 * left, "each saves as much as the others"
+    blocks = (stash.stats().eligible_bytes - eligible) // MIB
+    assert blocks == sum(
+        n for each in plan.classes for name, n in each.choices if name not in ("left", "region")
+    )
+    stash.close()
+
+
+def test_what_a_left_call_saved_and_the_program_changes_is_an_error(memory, tmp_path):
+    net = nn.Sequential(*(Layer() for _ in range(LAYERS)))
+    stash, true = settled(memory, tmp_path, net)
+    at = ways(stash.plan).index("left")
+    loss = forward(net, stash)
+    net[at].seen.detach().add_(1)
+    with pytest.raises(InplaceError):
+        loss.backward()
+    del loss
+    net[at].seen = None
+    assert all(map(torch.equal, step(net, stash), true))
+    stash.close()
+
+
+def test_once_more_is_held_than_planned_no_call_is_left(memory, tmp_path):
+    """And a step with more blocks for that is none that is larger, for which a plan would be made."""
+    net = nn.Sequential(*(Layer() for _ in range(LAYERS)))
+    stash, true = settled(memory, tmp_path, net)
+    plan = stash.plan
+    assert "left" in ways(plan)
+    before = stash._session.counts().fitting_saves
+    memory.other = lambda: OTHER + 64 * MIB
+    assert all(map(torch.equal, step(net, stash), true))
+    assert stash._session.counts().fitting_saves == before
+    assert not stash._planner._shape.is_larger and stash._planner._shape.manages_more
+    stash.close()
+
+
+def test_a_loaded_plan_leaves_the_same_calls(memory, tmp_path):
+    net = nn.Sequential(*(Layer() for _ in range(LAYERS)))
+    stash, true = settled(memory, tmp_path, net)
+    replace(stash.plan, left_after=None).save(tmp_path / "plan.json")
+    left = ways(stash.plan).count("left")
+    stash.close()
+    again = memory(plan=tmp_path / "plan.json", disk=tmp_path)
+    net = nn.Sequential(*(Layer() for _ in range(LAYERS)))
+    again.recompute(*net)
+    for _ in range(2):
+        before = again._session.counts().fitting_saves
+        assert all(map(torch.equal, step(net, again), true))
+        assert again._session.counts().fitting_saves - before >= 4 * left
+    again.close()
+
+
+def trace_of_calls(seconds=0.1):
+    """Four calls of two blocks and an input each, all saved before all are used."""
+    options = {"keep": Option(MIB), "disk": Option(0, 0.5, 0, MIB)}
+    blocks = tuple(TracedBlock("", MIB, dict(options)) for _ in range(12))
+    moments = [Moment("save", at, 0.1, MIB) for at in range(12)]
+    for at in reversed(range(12)):
+        moments += [Moment("use", at, 0.1, MIB), Moment("free", at, 0.0, MIB)]
+    regions = tuple(
+        TracedRegion(
+            "m.*", (at + 1, at + 2), 0.0, seconds, index=at // 3, inputs=(at,), is_closed=True
+        )
+        for at in range(0, 12, 3)
+    )
+    return Trace(blocks, tuple(moments), Links(1e9, 1e9), regions=regions)
+
+
+def test_which_blocks_are_left():
+    trace = trace_of_calls()
+    choices = [REGION if at in (1, 2) else "keep" for at in range(12)]
+    assert left_blocks(trace, choices) == {4, 5, 7, 8, 10, 11}
+    assert left_blocks(trace, ["keep"] * 12) == set(), "no hook sees where a call begins"
+    assert left_blocks(trace, [*choices[:3], "disk", *choices[4:]]) == {7, 8, 10, 11}, "its input"
+    assert left_blocks(trace, [*choices[:4], "disk", *choices[5:]]) == {7, 8, 10, 11}, "a block"
+    first, second, third, last = trace.regions
+    others = replace(second, others=(0,)), replace(third, own=(9,)), replace(last, is_closed=False)
+    trace = replace(trace, regions=(first, *others))
+    assert left_blocks(trace, choices) == {4, 5, 7, 8, 9}
+    assert left_blocks(trace, ["disk", *choices[1:]]) == {7, 8, 9}, "it saves what moves, too"
+    assert left_blocks(trace, [*choices[:9], "disk", *choices[10:]]) == {4, 5}, "of its own"
+    assert Trace.from_dict(trace.as_dict()) == trace
+
+
+def test_as_few_whole_calls_as_the_budget_allows():
+    trace, windows = trace_of_calls(), Windows(0, 0)
+    peaks, choices = [], []
+    for count in range(5):
+        again = {at for each in trace.regions[:count] for at in each.members}
+        choices.append(tuple(REGION if at in again else "keep" for at in range(12)))
+        found = follow(trace, choices[-1], windows, allowed=["keep", REGION])
+        peaks.append(found.forecast.peak_bytes)
+    assert peaks[0] > peaks[1] > peaks[2] >= peaks[3] >= peaks[4]
+    for budget in peaks:
+        found = whole_calls(trace, budget, windows)
+        fewest = next(at for at, peak in enumerate(peaks) if peak <= budget)
+        assert found.choices == choices[fewest] and found.fits
+    assert whole_calls(trace, peaks[-1] - 1, windows) is None
+
+
+def solving_of(choices, trace):
+    solving = Solving((0, 0), {})
+    solving.found = (
+        trace,
+        follow(trace, choices, Windows(0, 0), allowed=["keep", "disk", REGION]),
+        1,
+    )
+    solving.take()
+    return solving
+
+
+def test_the_plan_whose_steps_took_the_least_time_is_followed_again():
+    trace = trace_of_calls()
+    first, second = ("keep",) * 12, ("disk", *["keep"] * 11)
+    solving = solving_of(first, trace)
+    solving.timed(1.0)
+    assert not solving.is_new
+    solving.found = trace, replace(solving.taken[1], choices=second), 1
+    solving.take()
+    solving.timed(1.04)
+    assert not solving.is_new, "that much is noise"
+    solving.timed(1.2)
+    assert solving.is_new and solving.found[1].choices == first
+    solving.take()
+    solving.timed(2.0)
+    assert not solving.is_new, "the other one was left for good"
+
+
+def test_a_plan_that_exceeded_the_budget_is_not_followed_again():
+    trace = trace_of_calls()
+    solving = solving_of(("keep",) * 12, trace)
+    solving.timed(1.0)
+    solving.give_up(("keep",) * 12)
+    solving.found = trace, replace(solving.taken[1], choices=("disk", *["keep"] * 11)), 1
+    solving.take()
+    solving.timed(2.0)
+    assert not solving.is_new
+
+
+@pytest.mark.parametrize("seconds", [0.1, 9.0])
+def test_whole_calls_are_tried_once_unless_they_are_predicted_to_take_long(seconds):
+    trace = trace_of_calls(seconds)
+    solving = solving_of(("disk",) * 3 + ("keep",) * 9, trace)
+    solving.timed(1.0)
+    budget = follow(
+        trace, (REGION,) * 12, Windows(0, 0), allowed=["keep", "disk", REGION]
+    ).forecast.peak_bytes
+    moved = solving.taken[1].forecast.step_seconds
+    tried = solving.try_whole_calls(budget + 8 * MIB)
+    assert tried == (seconds < 1), moved
+    assert not solving.try_whole_calls(budget + 8 * MIB)
+    if tried:
+        assert solving.is_trying and solving.is_new and REGION in solving.found[1].choices
+        solving.take()
+        solving.end_trial()
+        assert solving.found[1].choices == ("disk",) * 3 + ("keep",) * 9 and not solving.is_trying
