@@ -10,6 +10,7 @@ import backstash._budget.first_steps
 import backstash._budget.planner
 from backstash import Stash
 from backstash._budget.solving import Solving
+from backstash._plan.choices import Choices
 from backstash._plan.simulate import Windows
 from backstash._plan.solve import follow, whole_calls
 from backstash._plan.table import REGION, left_blocks
@@ -238,3 +239,11 @@ def test_whole_calls_are_tried_once_unless_they_are_predicted_to_take_long(secon
         solving.take()
         solving.end_trial()
         assert solving.found[1].choices == ("disk",) * 3 + ("keep",) * 9 and not solving.is_trying
+
+
+def test_the_blocks_of_left_calls_have_no_choice():
+    """Only the others are seen."""
+    choices = Choices([("m.* erf #0 1 B", [("left", 2), ("disk", 1), ("keep", 1)])])
+    assert [choices.next("m.* erf #0 1 B") for _ in range(2)] == ["disk", "keep"]
+    only = Choices([("m.* erf #0 1 B", [("left", 2)])])
+    assert only.next("m.* erf #0 1 B") == "keep", "a call that was to be left, and is not"
