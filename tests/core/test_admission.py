@@ -291,6 +291,22 @@ def test_a_parameter_stays_with_its_version_if_it_has_one():
     assert around.left[PARAMETER][0] == 5
 
 
+def test_what_is_left_is_an_alias_with_its_version():
+    """Whatever is no plain tensor with memory of its own goes the usual way."""
+    around = Around()
+    leave = around.admission.hook_leaving(around.thread_state)
+    x = torch.zeros(KIB)
+    assert is_alias(leave(x), x)
+    x.add_(1)
+    left, version = leave(x)
+    assert is_alias(left, x) and version == x._version > 0
+    assert around.thread_state.fitting_saves == 2 and not around.left
+    parameter, sparse = torch.nn.Parameter(torch.zeros(KIB)), torch.eye(4).to_sparse()
+    assert leave(parameter) is parameter
+    assert leave(sparse)[0].layout is torch.sparse_coo
+    assert around.thread_state.fitting_saves == 2 and len(around.left) == 2
+
+
 def test_a_frozen_parameter_and_a_buffer():
     around = Around()
     packed = []

@@ -207,7 +207,7 @@ class Admission:
         hook = self.hook(thread_state)
 
         def pack(tensor: Tensor) -> object:
-            if type(tensor) is not Tensor:
+            if type(tensor) is not Tensor or tensor.layout is not torch.strided:
                 return hook(tensor)
             thread_state.fitting_saves += 1
             thread_state.fitting_bytes += tensor.nbytes
