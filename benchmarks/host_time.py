@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """How long this machine's host needs for a step, if the device takes no time.
 
-    python benchmarks/host_time.py [--models gpt,llama] [--budgets 8.1,9.3,12.7]
+    python benchmarks/host_time.py [--models gpt,llama] [--budgets 8.1,9.3,12.7,20] [--tiny]
 
 On the device of :mod:`timed`, at full size: it has no data, so an operation costs what PyTorch's dispatcher
 costs. A device that computes for longer hides all of this. Each figure is the least of some steps, in
@@ -77,12 +77,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--models", default="gpt,llama", help="default: %(default)s")
     parser.add_argument("--budgets", default="8.1,9.3,12.7,20", help="GiB; default: %(default)s")
+    parser.add_argument("--tiny", action="store_true", help="small models, for tests")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     ground = ground_of("timed")
     for model in options.models.split(","):
-        work = Work(model, ground, tiny=False)
+        work = Work(model, ground, tiny=options.tiny)
         count = len(work.blocks)
         found: dict[str, list[float]] = {}
         for way in (Way("plain"), Checkpoint("checkpoint", count), Recompute("recompute", count)):

@@ -492,3 +492,19 @@ def test_cells_are_played_on_a_device_without_data() -> None:
     assert found[0] == found[1] and found[0]["seconds"] > 0
     assert found[2]["calls"] > 100, "of PyTorch's checkpoint"
     assert found[3]["peak_bytes"] > 0 and found[3]["state"] != "measuring"
+
+
+@takes_long
+def test_the_host_s_time_is_measured_where_the_device_takes_none() -> None:
+    """Each way of a small GPT; the calls are the package's, so plain PyTorch has none."""
+    if shutil.which(os.environ.get("CXX", "c++")) is None:
+        pytest.skip("there is no C++ compiler")
+    command = [sys.executable, "benchmarks/host_time.py", "--tiny", "--models", "gpt"]
+    command += ["--budgets", "1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = [line.split("|")[1:-1] for line in done.stdout.splitlines() if line.startswith("| ")][2:]
+    found = {row[0].strip(): [float(each) for each in row[1:]] for row in rows}
+    assert list(found) == ["plain", "checkpoint", "recompute", "budget 1 GiB"]
+    assert all(seconds > 0 for each in found.values() for seconds in each[:3])
+    assert found["plain"][3:] == [0, 0] and min(found["recompute"][3:]) > 10
