@@ -9,7 +9,6 @@ import backstash.stash
 from backstash import Stash
 from backstash._budget.meter import ProcessMeter
 from backstash._core.admission import Admission
-from backstash._torch.storages import storage_identity
 
 MIB = 1 << 20
 OTHER = 100 * MIB
@@ -65,7 +64,7 @@ class CountedMemory:
         def packed(tensor):
             before = thread_state.fitting_saves
             given = pack(tensor)
-            if thread_state.fitting_saves > before and not _is_block(admission, tensor):
+            if thread_state.fitting_saves > before and not admission.has_in_place(tensor):
                 held = given[0] if type(given) is tuple else given
                 key = held.untyped_storage().data_ptr(), held.untyped_storage().nbytes()
                 self._left[key] += 1
@@ -78,14 +77,6 @@ class CountedMemory:
         self._left[key] -= 1
         if not self._left[key]:
             del self._left[key]
-
-
-def _is_block(admission, tensor):
-    """Whether the stash holds this memory as a block, which is in place."""
-    known = admission._storage_versions.refs.get((storage_identity(tensor.untyped_storage()), 0))
-    version = known() if known is not None else None
-    block = version.block() if version is not None and version.block is not None else None
-    return block is not None and block.placement.is_kept
 
 
 def _method(function, *given):

@@ -362,6 +362,13 @@ class Admission:
             return "", _DEFAULT
         return "", _Choice(codec=codec if isinstance(codec, Codec) else _asked(codec, described))
 
+    def has_in_place(self, tensor: Tensor) -> bool:
+        """Return whether a block that is in place has the memory of ``tensor``."""
+        known = self._storage_versions.refs.get((storage_identity(tensor.untyped_storage()), 0))
+        version = known() if known is not None else None
+        block = version.block() if version is not None and version.block is not None else None
+        return block is not None and block.placement.is_kept
+
     def settle(self, thread_state: ThreadState) -> None:
         """Admit the blocks that wait in ``thread_state``, if the operation that saved them has ended."""
         session = self._session

@@ -200,14 +200,15 @@ def stash_on(device: TwinDevice | CountedDevice, **options: Any) -> Stash:
     stash = Stash(**options)
     stash._session.put(torch.device("cpu"), stash._config.tiers(device, 1))
     if isinstance(device, CountedDevice):
-        device.holds = functools.partial(_held_bytes, weakref.ref(stash))
+        device.watch(stash._admission)
+        device.holds = functools.partial(_held_bytes, weakref.ref(stash), device)
     return stash
 
 
-def _held_bytes(stash: weakref.ref[Stash]) -> int:
-    """What a stash holds in the memory of its device, copies on their way included."""
+def _held_bytes(stash: weakref.ref[Stash], device: CountedDevice) -> int:
+    """What a stash holds in the memory of its device, with copies under way and what it leaves there."""
     resident, inflight, _, _, ahead = _levels_of(stash)
-    return resident + inflight + ahead
+    return resident + inflight + ahead + device.left_bytes
 
 
 def check_store(make: Callable[[], Store]) -> None:

@@ -9,9 +9,11 @@ says that it has ended only when so many more were recorded, as it is where the 
 from __future__ import annotations
 
 import collections
+import functools
 import os
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -19,9 +21,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from .._core.admission import Admission
 from .._device.accelerator import Accelerator
 from .._device.base import Check, Completion, Copy, MemoryFigures
 from .._device.fingerprint import fingerprint
+from .._saved.thread_state import ThreadState
 
 __all__ = ["CountedDevice"]
 
@@ -91,8 +95,8 @@ class CountedDevice(Accelerator):
     - ``"host_syncs"``: how often the host waited for the device;
     - ``"memory_queries"``: how often the allocator was asked for its figures.
 
-    The memory that it reports is what the stash holds on it, and nothing else: a budget of half of what a step
-    saves has half of it moved or recomputed.
+    The memory that it reports is what the stash holds on it or leaves there for autograd, and nothing else: a
+    budget of half of what a step saves has half of it moved or recomputed.
 
     >>> from backstash.testing import stash_on
     >>> device = CountedDevice()
@@ -109,6 +113,7 @@ class CountedDevice(Accelerator):
         self.current = threading.local()
         self.holds: Callable[[], int] = int
         """The bytes that are held on it; :func:`~backstash.testing.stash_on` sets it."""
+        self._left: Counter[tuple[int, int]] = Counter()
         self._ahead = ahead
         self._reached = self._peak_bytes = 0
         # As Accelerator's, without a device of PyTorch's.
@@ -122,6 +127,43 @@ class CountedDevice(Accelerator):
         self._savers = []
         self.unfinished = collections.deque()
         self._beginning = None
+
+    def watch(self, admission: Admission) -> None:
+        """Count what the hooks of a stash leave in place without managing it: :attr:`left_bytes`."""
+        for name in ("hook", "hook_leaving"):
+            hook = functools.partial(self._watching, admission, getattr(admission, name))
+            setattr(admission, name, hook)
+
+    def _watching(
+        self,
+        admission: Admission,
+        hook: Callable[[ThreadState], Callable[[Tensor], object]],
+        thread_state: ThreadState,
+    ) -> Callable[[Tensor], object]:
+        pack = hook(thread_state)
+
+        def packed(tensor: Tensor) -> object:
+            before = thread_state.fitting_saves
+            given = pack(tensor)
+            if thread_state.fitting_saves > before and not admission.has_in_place(tensor):
+                left = cast(Tensor, given[0] if type(given) is tuple else given)
+                storage = left.untyped_storage()
+                key = storage.data_ptr(), storage.nbytes()
+                self._left[key] += 1
+                weakref.finalize(left, self._is_gone, key)
+            return given
+
+        return packed
+
+    def _is_gone(self, key: tuple[int, int]) -> None:
+        self._left[key] -= 1
+        if not self._left[key]:
+            del self._left[key]
+
+    @property
+    def left_bytes(self) -> int:
+        """The bytes of storages that are left in place, each counted once."""
+        return sum(nbytes for _, nbytes in [*self._left])
 
     def has_come_to(self, number: int) -> bool:
         """Whether the device has reached the event of that number."""
