@@ -32,7 +32,7 @@ def without_verification():
     return (
         mock.patch.object(Block, "take_fingerprint", lambda block, device: None),
         mock.patch.object(Block, "has", lambda block, storage, device: True),
-        mock.patch.object(SaveCounts, "begin", lambda counts, block, in_pass: None),
+        mock.patch.object(SaveCounts, "begin", lambda counts, block, in_pass, root: None),
         mock.patch.object(SaveCounts, "again", lambda counts, block: None),
     )
 

@@ -41,10 +41,13 @@ class CountedMemory:
 
     def saved_bytes(self):
         """What the stashes hold, and what is left in place."""
-        held = self.left_bytes()
-        for stash in self._stashes:
-            levels = backstash.stash._levels_of(stash)
-            held += levels[0] + levels[1] + levels[4]
+        for _ in range(8):  # a thread that samples is beside those that save
+            held = left = self.left_bytes()
+            for stash in self._stashes:
+                levels = backstash.stash._levels_of(stash)
+                held += levels[0] + levels[1] + levels[4]
+            if self.left_bytes() == left:
+                break
         return held
 
     def now(self):

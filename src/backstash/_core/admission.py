@@ -264,9 +264,10 @@ class Admission:
             return _in_place(tensor, NESTED)
         if thread_state.waiting:
             self.settle(thread_state)
-        kept = self.keep_parameter(tensor, thread_state)
-        if kept is not None:
-            return kept
+        if tensor.is_leaf or tensor._base is not None:  # without a call for any other
+            kept = self.keep_parameter(tensor, thread_state)
+            if kept is not None:
+                return kept
         if type(tensor) is not Tensor:
             return self._pack_other(tensor, thread_state)
         device = tensor.device
