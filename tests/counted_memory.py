@@ -60,9 +60,9 @@ class CountedMemory:
         self.peaks[0] = max(self.peaks[0], nbytes)
         self._most = max(self._most, nbytes)
 
-    def _counting(self, hook, admission, thread_state):
+    def _counting(self, hook, admission, thread_state, *given):
         """The hook, which also counts what it leaves in place as long as autograd holds it."""
-        pack = hook(admission, thread_state)
+        pack = hook(admission, thread_state, *given)
 
         def packed(tensor):
             before = thread_state.fitting_saves

@@ -101,6 +101,8 @@ class PlannedRegion:
     stays: tuple[tuple[int, ...], ...] = ()
     """For each forward, the numbers of the saves that are held, because something else saves the same
     tensor."""
+    left_bytes: tuple[int, ...] = ()
+    """For each forward, if it is left, the bytes of what it saved when it was measured; otherwise 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,6 +272,7 @@ class Plan:
                         **each,
                         "choices": tuple((name, int(n)) for name, n in each["choices"]),
                         "stays": tuple(tuple(map(int, numbers)) for numbers in each["stays"]),
+                        "left_bytes": tuple(map(int, each.get("left_bytes", ()))),
                     }
                 )
                 for each in given.get("regions", ())
@@ -475,9 +478,19 @@ def _planned_regions(
                     )
                     for at in range(len(flags))
                 ),
+                tuple(
+                    _saved_bytes(trace, of[at]) if flag == LEFT else 0
+                    for at, flag in enumerate(flags)
+                ),
             )
         )
     return tuple(sorted(planned, key=lambda each: -each.nbytes))
+
+
+def _saved_bytes(trace: Trace, call: TracedRegion) -> int:
+    """Return the bytes of all that a call saved, whoever saved it first."""
+    saved = {*call.members, *call.own, *call.inputs, *call.others}
+    return sum(trace.blocks[each].nbytes for each in saved) + call.small_bytes
 
 
 def _check_choices(runs: Sequence[tuple[str, int]], whole: int, names: Collection[str]) -> None:

@@ -292,19 +292,32 @@ def test_a_parameter_stays_with_its_version_if_it_has_one():
 
 
 def test_what_is_left_is_an_alias_with_its_version():
-    """Whatever is no plain tensor with memory of its own goes the usual way."""
+    """Whatever is no plain tensor with memory of its own goes the usual way, and so does a leaf."""
     around = Around()
-    leave = around.admission.hook_leaving(around.thread_state)
+    leave = around.admission.hook_leaving(around.thread_state, 2 * KIB * 4)
     x = torch.zeros(KIB)
     assert is_alias(leave(x), x)
     x.add_(1)
     left, version = leave(x)
     assert is_alias(left, x) and version == x._version > 0
     assert around.thread_state.fitting_saves == 2 and not around.left
-    parameter, sparse = torch.nn.Parameter(torch.zeros(KIB)), torch.eye(4).to_sparse()
-    assert leave(parameter) is parameter
+    parameter, leaf = torch.nn.Parameter(torch.zeros(KIB)), torch.zeros(KIB, requires_grad=True)
+    assert leave(parameter) is parameter and leave(leaf) is leaf
+    sparse = torch.eye(4).to_sparse()
     assert leave(sparse)[0].layout is torch.sparse_coo
     assert around.thread_state.fitting_saves == 2 and len(around.left) == 2
+
+
+def test_a_call_that_saves_more_than_was_measured_is_managed_from_then_on():
+    around = Around()
+    leave = around.admission.hook_leaving(around.thread_state, 8 * KIB)
+    first, second, third = (torch.zeros(KIB) for _ in range(3))
+    for each in (first, second[: KIB // 2], second[KIB // 2 :], first):  # 8 KiB, whatever views
+        leave(each)
+    assert around.thread_state.fitting_saves == 4
+    assert type(leave(third)) is Entry
+    assert type(leave(torch.zeros(KIB))) is Entry
+    assert around.thread_state.fitting_saves == 4
 
 
 def test_a_frozen_parameter_and_a_buffer():

@@ -110,6 +110,7 @@ class Follower:
                     for each in plan.regions
                     for at, numbers in enumerate(each.stays)
                 },
+                {each.name: each.left_bytes for each in plan.regions},
             )
 
     def apply_loaded(self) -> None:
@@ -246,7 +247,7 @@ class Follower:
         self._refused.discard((name, index))
         if self._regions.runs_again(name, index):
             return AGAIN
-        if self._tier is None or not self._regions.is_left(name, index):
+        if self._tier is None or self._regions.left_bytes(name, index) is None:
             return ONCE
         if self._is_over:  # even what was to stay may have to move
             self._shape.manages_more = True

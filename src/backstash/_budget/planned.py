@@ -80,8 +80,8 @@ class Planned:
         self._device = tiers.device
         self.forward: Forward | None = None
         """The record of the forward, or ``None``. A recorded forward is not recomputed."""
-        self.is_left = False
-        """Whether nothing that the forward saves is managed."""
+        self.left_bytes: int | None = None
+        """The bytes that the forward may save without their being managed; ``None``: they are."""
         self.may_try = True
         """Whether the region may replay the forward now, to compare."""
         self._number = -1
@@ -103,7 +103,8 @@ class Planned:
                 self.may_try = self._planner.may_try(self.name)
                 self._stays = frozenset()
                 self._latest = self._session.predictor.blocks - 1
-            self.is_left = way == LEFT
+            if way == LEFT:
+                self.left_bytes = self._regions.left_bytes(self.name, self._index)
             return way not in (ONCE, LEFT)
 
     def enter(self, inputs: Collection[int], packed: Iterable[object]) -> None:

@@ -71,8 +71,7 @@ class Solving:
         self._kept: dict[tuple[str, ...], Kept] = {}
         # The plans of one trace whose steps were timed and kept the budget, with their seconds.
         self._timed: dict[tuple[str, ...], tuple[float, Solved]] = {}
-        self.is_trying = False
-        """Whether :attr:`taken` is followed only to time it: see :meth:`try_whole_calls`."""
+        self._trial: Solved | None = None  # see try_whole_calls()
         self._has_tried = False
 
     def keep(self, kept: Kept) -> None:
@@ -147,7 +146,7 @@ class Solving:
     def timed(self, seconds: float) -> None:
         """Record what the steps of the plan that is followed take. Follow another one again whose steps took
         less time; the prediction said otherwise. Each plan is left for another one at most once."""
-        self.is_trying = False
+        self._trial = None
         assert self.taken is not None
         choices = self.taken[1].choices
         self._timed[choices] = seconds, self.taken
@@ -169,13 +168,18 @@ class Solving:
         most = solution.forecast.step_seconds * (1 + _TRIED)
         if other.forecast.step_seconds > most:
             return False
-        self.found = trace, replace(other, bound_seconds=solution.bound_seconds), smallest
-        self.is_trying = True
+        trial = trace, replace(other, bound_seconds=solution.bound_seconds), smallest
+        self.found = self._trial = trial
         return True
+
+    @property
+    def is_trying(self) -> bool:
+        """Whether a plan is followed only to time it: see :meth:`try_whole_calls`."""
+        return self._trial is not None and self.taken is self._trial
 
     def end_trial(self) -> None:
         """Follow the plan from before :meth:`try_whole_calls`: the one that was tried exceeded the budget."""
-        self.is_trying = False
+        self._trial = None
         if self._timed:
             self.found = min(self._timed.values(), key=lambda each: each[0])[1]
 

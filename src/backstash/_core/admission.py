@@ -103,6 +103,7 @@ class _Choice(NamedTuple):
 
 _DEFAULT = _Choice()
 _NO_CONTEXT = nullcontext()
+_MORE_LEFT = 8  # a call that is left may save 1/8 more than when it was measured
 
 
 class Admission:
@@ -202,13 +203,33 @@ class Admission:
         finally:
             self._session.hook_took("pack hook", began)
 
-    def hook_leaving(self, thread_state: ThreadState) -> Callable[[Tensor], object]:
-        """Like :meth:`hook`, but leave every tensor in place, unmanaged."""
+    def hook_leaving(
+        self, thread_state: ThreadState, most_bytes: int
+    ) -> Callable[[Tensor], object]:
+        """Like :meth:`hook`, but leave tensors in place, unmanaged, as long as a call saves about as much as it
+        did when it was measured: ``most_bytes``, and an eighth more. From then on its saves are managed."""
         hook = self.hook(thread_state)
+        left_bytes = most_bytes + max(most_bytes // _MORE_LEFT, self._session.min_bytes)
+        seen: set[int] = set()
 
         def pack(tensor: Tensor) -> object:
-            if type(tensor) is not Tensor or tensor.layout is not torch.strided:
+            nonlocal left_bytes
+            if (
+                type(tensor) is not Tensor
+                or left_bytes < 0
+                or (tensor.is_leaf and tensor.requires_grad)
+            ):
                 return hook(tensor)
+            try:
+                storage = tensor.untyped_storage()
+            except (NotImplementedError, RuntimeError):  # sparse tensors have no storage
+                return hook(tensor)
+            which = storage_identity(storage)
+            if which not in seen:
+                seen.add(which)
+                left_bytes -= storage.nbytes()
+                if left_bytes < 0:
+                    return hook(tensor)
             thread_state.fitting_saves += 1
             thread_state.fitting_bytes += tensor.nbytes
             version = tensor._version

@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from .cuts import CallGraph, cuts_of
@@ -119,7 +120,8 @@ class Regions:
         self._known: set[str] = set()  # names that occurred in measured steps
         self._stays: dict[tuple[str, int], frozenset[int]] = {}
         self._planned_stays: dict[tuple[str, int], frozenset[int]] = {}
-        self._left: set[tuple[str, int]] = set()  # the forwards whose saves are not managed
+        # By the forwards whose saves are not managed: the bytes of what they saved when they were measured.
+        self._left: dict[tuple[str, int], int] = {}
         self._bytes: dict[str, int] = {}
         self._tried: Counter[str] = Counter()
         self._forwards: list[Forward] = []
@@ -164,9 +166,10 @@ class Regions:
             return name not in self._known
         return index < len(choices) and choices[index]
 
-    def is_left(self, name: str, index: int) -> bool:
-        """Whether the plan leaves everything in place that this forward saves."""
-        return (name, index) in self._left
+    def left_bytes(self, name: str, index: int) -> int | None:
+        """If the plan leaves everything in place that this forward saves: the bytes that it saved when it was
+        measured."""
+        return self._left.get((name, index))
 
     def can_be_followed(self, traced: Iterable[TracedRegion]) -> bool:
         """Whether every forward that the plan recomputes and that began in the ended step can be recomputed.
@@ -255,14 +258,24 @@ class Regions:
             each.is_closed = all(again[block] <= each.again[block] for block in firsts)
         return taken
 
-    def follow(self, choices: Mapping[str, Sequence[str]], stays: Stays) -> None:
-        """Follow the plan from now on: for each forward of a name, :data:`REGION`, :data:`ONCE` or
-        :data:`LEFT`."""
+    def follow(
+        self,
+        choices: Mapping[str, Sequence[str]],
+        stays: Stays,
+        left_bytes: Mapping[str, Sequence[int]] = MappingProxyType({}),
+    ) -> None:
+        """Follow the plan from now on.
+
+        Args:
+            choices: for each forward of a name, :data:`REGION`, :data:`ONCE` or :data:`LEFT`.
+            stays: see :data:`Stays`.
+            left_bytes: for each forward of a name, if it is left, the bytes that it may save.
+        """
         self._choices = {name: [way == REGION for way in each] for name, each in choices.items()}
         self._left = {
-            (name, at)
+            (name, at): nbytes
             for name, each in choices.items()
-            for at, way in enumerate(each)
+            for at, (way, nbytes) in enumerate(zip(each, left_bytes.get(name, ()), strict=False))
             if way == LEFT
         }
         self._known.update(choices)

@@ -72,8 +72,8 @@ class ForwardPlan(Protocol):
 
     forward: Any
     """The record of the forward, or ``None``. A recorded forward is not recomputed."""
-    is_left: bool
-    """Whether nothing that the forward saves is managed."""
+    left_bytes: int | None
+    """The bytes that the forward may save without their being managed; ``None``: they are."""
     may_try: bool
     """Whether the region may replay the forward now, to compare."""
 
@@ -812,8 +812,8 @@ class Region:
                 if outer is not None:
                     outer.leave()
             if not planned.begin():
-                if planned.is_left:
-                    pack = self.admission.hook_leaving(thread_state)
+                if planned.left_bytes is not None:
+                    pack = self.admission.hook_leaving(thread_state, planned.left_bytes)
                 self._enter(frame, Once(pack, self.admission, packed))
                 _put_back(thread_state, outer)
                 return

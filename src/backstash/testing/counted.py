@@ -137,10 +137,11 @@ class CountedDevice(Accelerator):
     def _watching(
         self,
         admission: Admission,
-        hook: Callable[[ThreadState], Callable[[Tensor], object]],
+        hook: Callable[..., Callable[[Tensor], object]],
         thread_state: ThreadState,
+        *given: Any,
     ) -> Callable[[Tensor], object]:
-        pack = hook(thread_state)
+        pack = hook(thread_state, *given)
 
         def packed(tensor: Tensor) -> object:
             before = thread_state.fitting_saves
