@@ -119,6 +119,24 @@ def test_once_more_is_held_than_planned_no_call_is_left(memory, tmp_path):
     stash.close()
 
 
+def test_all_of_a_recorded_step_are_blocks(memory, tmp_path):
+    net = nn.Sequential(*(Layer() for _ in range(LAYERS)))
+    stash, true = settled(memory, tmp_path, net)
+    assert "left" in ways(stash.plan)
+    before = stash._session.counts().fitting_saves
+    with stash.record() as recording:
+        assert all(map(torch.equal, step(net, stash), true))
+    held = sum(
+        n for each in stash.plan.classes for name, n in each.choices if name not in ("region",)
+    )
+    assert sum(each.kind == "save" for each in recording.events) == held
+    assert stash._session.counts().fitting_saves == before
+    assert all(map(torch.equal, step(net, stash), true))
+    assert stash._session.counts().fitting_saves > before
+    assert stash.plan.state == "planned"
+    stash.close()
+
+
 def test_a_left_call_that_saves_much_more_inside_keeps_the_budget(memory, tmp_path):
     """Once, as where a mixture of experts routes more to it. Nothing is planned otherwise for that."""
 

@@ -249,7 +249,8 @@ class Follower:
             return AGAIN
         if self._tier is None or self._regions.left_bytes(name, index) is None:
             return ONCE
-        if self._is_over:  # even what was to stay may have to move
+        # If more is held than planned, even what was to stay may have to move.
+        if self._is_over or self._recording.is_shared:
             self._shape.manages_more = True
             return ONCE
         return LEFT

@@ -20,6 +20,9 @@ _OF_BLOCKS = ("save", "use", "free")
 class EventSource(Protocol):
     """Report what happens to blocks: see :class:`EventLog`."""
 
+    @property
+    def listeners(self) -> int: ...
+
     def start(self, hear: Callable[[tuple[Any, ...]], None]) -> object: ...
 
     def stop(self, hear: Callable[[tuple[Any, ...]], None]) -> object: ...
@@ -65,6 +68,11 @@ class StepRecording:
             self.is_on = True
             self._event_log.start(self._hear)
         self._meter.start()
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the program records events, too: then all that may move is a block."""
+        return self._event_log.listeners > self.is_on
 
     def stop(self) -> None:
         """Stop measuring. A second call does nothing."""

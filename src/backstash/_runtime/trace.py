@@ -161,6 +161,11 @@ class EventLog:
             self._listeners.remove(listener)
         self.on = bool(self._listeners)
 
+    @property
+    def listeners(self) -> int:
+        """How many are called with each event."""
+        return len(self._listeners)
+
     def emit(
         self,
         kind: Kind,
