@@ -13,8 +13,8 @@ def block(module="(Layer)"):
 def test_modules_that_the_program_calls_itself_have_histories_of_their_own():
     """Their paths are the same. Where one of them saves fewer blocks than before, the next one's stay known."""
     counts = SaveCounts()
-    for root in (1, 2):
-        for saves in (1, 3):
+    for root, of_blocks in ((1, (2, 2)), (2, (1, 3))):
+        for saves in of_blocks:
             each = block()
             counts.begin(each, 1, root)
             for _ in range(saves - 1):
