@@ -92,8 +92,8 @@ class PlannedRegion:
     """Bytes of the blocks that recomputing discards. The classes count them, too."""
     choices: tuple[tuple[str, int], ...]
     """The choices in the order of the forwards: ``(("region", 8), ("once", 4))``. The classes say how the saved
-    tensors of a forward that runs ``"once"`` are held. All those of one that is ``"left"`` stay in place, which
-    costs no more than without a stash."""
+    tensors of a forward that runs ``"once"`` are held. All those of one that is ``"left"`` stay in place, and none
+    of them is a block."""
     seconds: float
     """Seconds that the replays are predicted to add to a step."""
     reason: str
@@ -488,7 +488,7 @@ def _planned_regions(
 
 
 def _saved_bytes(trace: Trace, call: TracedRegion) -> int:
-    """Return the bytes of all that a call saved, whoever saved it first."""
+    """Return the bytes of all that a call saved, also of what was saved before it."""
     saved = {*call.members, *call.own, *call.inputs, *call.others}
     return sum(trace.blocks[each].nbytes for each in saved) + call.small_bytes
 

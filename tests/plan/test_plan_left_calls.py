@@ -283,6 +283,12 @@ def test_whole_calls_are_tried_once_unless_they_are_predicted_to_take_long(secon
     if tried:
         assert solving.is_new and REGION in solving.found[1].choices
         solving.take()
+        assert solving.is_trying
+        trial, solving.found = solving.taken, (trace, solving.taken[1], 1)
+        solving.take()
+        assert not solving.is_trying, "another plan is followed instead"
+        solving.found = trial
+        solving.take()
         solving.end_trial()
         assert solving.found[1].choices == ("disk",) * 3 + ("keep",) * 9 and not solving.is_trying
 
