@@ -92,8 +92,8 @@ class PlannedRegion:
     """Bytes of the blocks that recomputing discards. The classes count them, too."""
     choices: tuple[tuple[str, int], ...]
     """The choices in the order of the forwards: ``(("region", 8), ("once", 4))``. The classes say how the saved
-    tensors of a forward that runs ``"once"`` are held. All those of one that is ``"left"`` stay in place, and none
-    of them is a block."""
+    tensors of a forward that runs ``"once"`` are held. All those of one that is ``"left"`` stay in place, and
+    none of them is a block."""
     seconds: float
     """Seconds that the replays are predicted to add to a step."""
     reason: str
