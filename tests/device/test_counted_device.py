@@ -153,21 +153,19 @@ def test_what_it_holds_is_what_the_stash_holds():
     stash.close()
 
 
-@pytest.mark.filterwarnings("ignore::backstash.StashWarning")  # the windows take more
 def test_what_is_left_in_place_counts_as_memory_once():
     """Otherwise a plan would be thought to hold less than it does, and keep more."""
-    device, net = CountedDevice(), Net(32)
-    saved = 64 * NBYTES
-    stash = stash_on(device, budget=saved * 6 // 10, min_bytes=0, host="64MiB")
-    for _ in range(20):
-        with stash:
-            loss = net(torch.ones(128, 256)).sum()
-        held = device.holds()
-        left = device.left_bytes
-        loss.backward()
-        del loss
-        plan = stash.plan
-    assert plan.state == "planned" and left > 0
-    assert 0.3 * saved < held <= 0.62 * saved
-    assert device.left_bytes == 0, "autograd has freed it"
+    device = CountedDevice()
+    stash = stash_on(device, keep="1GiB", host="64MiB", min_bytes=0)
+    thread_state = stash._thread_state()
+    leave = stash._admission.hook_leaving(thread_state, 8 * NBYTES)
+    x, y = (torch.zeros(NBYTES // 4, requires_grad=True) * 1 for _ in range(2))
+    left = [leave(x), leave(x), leave(x[4:])]
+    assert device.left_bytes == device.holds() == NBYTES
+    block = stash._admission.hook(thread_state)(y)
+    left.append(leave(y))
+    assert device.left_bytes == NBYTES and device.holds() == 2 * NBYTES, "the block has it"
+    left.clear()
+    assert device.left_bytes == 0, "as where autograd frees it"
+    del block
     stash.close()
