@@ -193,10 +193,9 @@ class _Operands:
             return held
         small = held.value()
         if outside is not None and small is not None and is_small(small):
-            if outside.packed is None:  # a buffer, say, which may be written in place
-                outside.packed = copied(small)
-            copy: Tensor = outside.packed[0]
-            return copy
+            if outside.copy is None:  # a buffer, say, which may be written in place
+                outside.copy = copied(small)[0]
+            return outside.copy
         return held if saved is not None else None
 
 

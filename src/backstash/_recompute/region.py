@@ -181,6 +181,7 @@ class Call:
         self._tries = planned is None or planned.may_try
         self._lock = os.getpid(), threading.RLock()
         self.tape: Tape | None = Tape()
+        self._operands = self.tape.operands
         self._thread_state = thread_state
         self._outer: Tape | None = None  # the context's tape, which this one replaces meanwhile
 
@@ -443,7 +444,7 @@ class Call:
             targets = [(held.state, held.place) for held, _, _ in same]
             if timed is not None and self._planned is not None:
                 self._planned.keep_busy()
-            values = replay(targets, region.unpack, timed)
+            values = replay(targets, self._operands, region.unpack, timed)
         except InplaceError:
             raise  # a value differs from plain PyTorch's
         except Exception as error:  # raised by a kernel
@@ -511,7 +512,8 @@ class Call:
     def _compute(self, wanted: list[Held]) -> list[tuple[Tensor, int]]:
         region = self.region
         try:
-            values = replay([(each.state, each.place) for each in wanted], region.unpack)
+            targets = [(each.state, each.place) for each in wanted]
+            values = replay(targets, self._operands, region.unpack)
         except InplaceError as error:
             raise InplaceError(
                 f"the tensors that {self.name} saved were discarded and cannot be recomputed: {error}"

@@ -24,15 +24,15 @@ from .._torch.dispatch import (
 )
 from .._torch.schemas import argument_of, tensors_of
 from .._torch.tensors import toggle_bits
-from ..errors import InplaceError
 from .settings import Settings, put
-from .tape import Made, Op, Outside, Place, Scratch, State, told
+from .tape import Made, Op, Operands, Outside, Place, Scratch, State
 
 __all__ = ["Given", "Timed", "Values", "replay", "run", "view_of"]
 
 
 def replay(
     targets: Iterable[tuple[State, Place]],
+    operands: Operands,
     unpack: Callable[[Any], Tensor],
     timed: Timed | None = None,
 ) -> list[Tensor]:
@@ -40,14 +40,15 @@ def replay(
 
     Args:
         targets: states, and where in their memory the values lie.
-        unpack: gives what was held for the tape's operands.
+        operands: of the forward.
+        unpack: gives what was packed of them.
         timed: gets when each operation began and ended.
     """
     wanted = list(targets)
     places: dict[int, list[Place]] = {}
     for state, place in wanted:
         places.setdefault(state.number, []).append(place)
-    values = Values(places, lambda outside: _unpacked(outside, unpack))
+    values = Values(places, lambda outside: operands.value(outside, unpack))
     run(_leading_to(state for state, _ in wanted), values, timed)
     return [values.found[state.number, place] for state, place in wanted]
 
@@ -189,18 +190,6 @@ class Values:
         if kind is list or kind is tuple:
             return kind([self._value(each) for each in operand])
         return operand
-
-
-def _unpacked(outside: Outside, unpack: Callable[[Any], Tensor]) -> Tensor:
-    if outside.tensor is not None:  # the forward is still running
-        return outside.tensor.detach()
-    value = unpack(outside.packed).detach()
-    if outside.told is not None and told(value) != outside.told:
-        raise InplaceError(
-            f"an input of shape {tuple(value.shape)} was changed since forward without a new version "
-            "(NumPy, .data)"
-        )
-    return value
 
 
 def _at(tensor: Tensor, place: Place) -> Tensor:

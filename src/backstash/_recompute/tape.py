@@ -57,6 +57,7 @@ from .._torch.schemas import (
     tensors_of,
 )
 from .._torch.storages import storage_identity
+from ..errors import InplaceError
 from .declared import is_declared
 from .settings import Settings, now
 
@@ -66,6 +67,7 @@ __all__ = [
     "Leaver",
     "Made",
     "Op",
+    "Operands",
     "Outside",
     "Place",
     "Product",
@@ -184,20 +186,9 @@ class Memory(weakref.ref[torch.UntypedStorage]):
 
 
 class Outside:
-    """An operand that no replay computes."""
+    """An operand that no replay computes. On a forward's tape it has no value: see :class:`Operands`."""
 
-    __slots__ = (
-        "__weakref__",
-        "is_lost",
-        "is_random",
-        "kept",
-        "kind",
-        "leaf",
-        "packed",
-        "state",
-        "tensor",
-        "told",
-    )
+    __slots__ = ("__weakref__", "copy", "is_lost", "is_random", "kept", "kind", "leaf", "state")
 
     def __init__(
         self, tensor: Tensor, place: Place, state: State | None, *, is_random: bool = False
@@ -206,20 +197,47 @@ class Outside:
         """On a context's tape, its state; ``None``: the tape cannot identify its memory."""
         self.kind = place, tensor.device
         """Its place and device, for the keys of states computed from it."""
-        self.told: Any = None
-        """Fingerprint of its bytes, if the program may share them, as with NumPy."""
         self.is_random = is_random
         """Whether it holds random numbers, which usually pack well: a dropout mask has two values."""
-        self.tensor: Tensor | None = tensor
-        """The tensor, while the tape records and its memory is not overwritten."""
         self.leaf: weakref.ref[Tensor] | None = None
-        """On a context's tape: the parameter that it is, or is a view of, in place of ``tensor``."""
+        """On a context's tape: the parameter that it is, or is a view of."""
         self.kept: weakref.ref[torch.UntypedStorage] | None = None
         """On a context's tape, for another small tensor: its storage."""
-        self.packed: Any = None
-        """What the stash packed it as, once a discarded tensor needs it."""
+        self.copy: Tensor | None = None
+        """On a context's tape: a copy of a small tensor."""
         self.is_lost = False
-        """Whether its memory was overwritten before it was packed."""
+        """On a context's tape: whether its memory was overwritten."""
+
+
+class Operands:
+    """The values of one forward's operands that no replay computes."""
+
+    __slots__ = ("held", "tensors")
+
+    def __init__(self) -> None:
+        self.tensors: dict[Outside, Tensor] = {}
+        """The operands themselves, while the tape records and their memory is not overwritten."""
+        self.held: dict[Outside, tuple[Any, Any]] = {}
+        """What the stash packed an operand as, once a discarded tensor needs it; and a fingerprint of its bytes
+        if the program may share them, as with NumPy."""
+
+    def value(self, outside: Outside, unpack: Callable[[Any], Tensor]) -> Tensor:
+        """Return an operand for a replay.
+
+        Raises:
+            InplaceError: its bytes differ from those that the forward read.
+        """
+        tensor = self.tensors.get(outside)
+        if tensor is not None:  # the forward is still running
+            return tensor.detach()
+        packed, was = self.held[outside]
+        value = unpack(packed).detach()
+        if was is not None and told(value) != was:
+            raise InplaceError(
+                f"an input of shape {tuple(value.shape)} was changed since forward without a new version "
+                "(NumPy, .data)"
+            )
+        return value
 
 
 class Made:
@@ -280,7 +298,6 @@ class Op:
         "func",
         "index",
         "is_grad_enabled",
-        "is_wanted",
         "kwargs",
         "made",
         "reads",
@@ -302,8 +319,6 @@ class Op:
         self.before: list[Outside] = []
         """Its operands that are held."""
         self.made: list[Product] = []
-        self.is_wanted = False
-        """Whether its operands are held, and those of the operations before it."""
 
 
 class Tape(SilentMode):
@@ -326,7 +341,10 @@ class Tape(SilentMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._memories = dict[int, Memory]()
         self._sweep_at = _LEAST_SWEPT
-        self._outside: list[Outside] = []
+        self.operands = Operands()
+        self._wanted: set[Op] = (
+            set()
+        )  # whose operands are held, as are those of the operations before
         self._count = self._states = 0
         self._recomputable = recomputable
         self._task = task_or_none()
@@ -387,9 +405,7 @@ class Tape(SilentMode):
         """Stop recording as :meth:`end` does, without raising."""
         self.is_recording = False
         self.recorded = None
-        for each in self._outside:
-            each.tensor = None
-        self._outside.clear()
+        self.operands.tensors.clear()
         self._memories.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -559,12 +575,13 @@ class Tape(SilentMode):
         """Before a write, copy what a replay needs of the memory."""
         write.memory.writes += 1
         write.memory.state.is_over = True
-        outside = write.memory.state.outside
-        for each in outside.values() if outside is not None else ():
-            if each.packed is None:
-                each.is_lost = True
-            elif each.tensor is not None:
-                each.packed, each.tensor = copied(each.tensor), None
+        known = write.memory.state.outside
+        tensors, held = self.operands.tensors, self.operands.held
+        for each in known.values() if known is not None else ():
+            if self._most is not None:
+                each.is_lost = each.copy is None
+            elif (tensor := tensors.pop(each, None)) is not None and each in held:
+                held[each] = copied(tensor), held[each][1]
 
     def _add_results(
         self, operation: Operation, op: Op, result: Any, reason: str, key: int
@@ -642,8 +659,8 @@ class Tape(SilentMode):
         if operation.writes and self._most is not None:
             self.stop()
         elif operation.writes:
-            for each in self._outside:
-                each.is_lost = each.packed is None
+            held, tensors = self.operands.held, self.operands.tensors
+            self.operands.tensors = {each: tensors[each] for each in tensors if each in held}
             for memory in self._memories.values():
                 memory.state = State(memory.state.device, _SUBCLASS)
 
@@ -740,14 +757,13 @@ class Tape(SilentMode):
             is_random = state is not None and state.reason.endswith(RANDOM)
             in_context = self._most is not None
             outside = Outside(tensor, place, state if in_context else None, is_random=is_random)
-            if self._most is not None:
+            if in_context:
                 leaf = leaf_of(tensor)
                 outside.leaf = weakref.ref(leaf) if leaf is not None else None
                 if state is not None and is_small(tensor):
                     outside.kept = weakref.ref(tensor.untyped_storage())
-                outside.tensor = None
             else:
-                self._outside.append(outside)
+                self.operands.tensors[outside] = tensor
             if state is not None:
                 if known is None:
                     known = weakref.WeakValueDictionary() if in_context else {}
@@ -822,16 +838,27 @@ class Tape(SilentMode):
         """
         if state.reason:
             return state.reason
-        new = _wanted(state)
-        needed: list[Outside] = []
-        for op in new:
-            for each in op.before:
-                if each.packed is None:
-                    needed.append(each)
+        new = self._leading_to(state)
+        held = self.operands.held
+        reason = self.hold(
+            [each for op in new for each in op.before if each not in held], pack, relies_on
+        )
+        if not reason:
+            self._wanted.update(new)
+        return reason
+
+    def hold(
+        self,
+        needed: Collection[Outside],
+        pack: Callable[[Tensor, bool], object],
+        relies_on: Callable[[Tensor], bool],
+    ) -> str:
+        """Hold these operands: see :meth:`want`."""
+        tensors, held = self.operands.tensors, self.operands.held
         copies: set[Outside] = set()
         for each in needed:
-            tensor = each.tensor
-            if each.is_lost or tensor is None:
+            tensor = tensors.get(each)
+            if tensor is None:
                 return _CHANGED
             # The program may write a buffer before backward; that is no error if autograd did not save it.
             if each.is_random:
@@ -843,14 +870,28 @@ class Tape(SilentMode):
                     return _UNSAVED
                 copies.add(each)
         for each in needed:
-            tensor = each.tensor
-            if each.packed is None and tensor is not None:  # it may be an operand of two operations
-                is_buffer = each in copies
-                each.told = None if is_buffer or each.is_random else told(tensor)
-                each.packed = copied(tensor) if is_buffer else pack(tensor, each.is_random)
-        for op in new:
-            op.is_wanted = True
+            if each not in held:  # it may be an operand of two operations
+                tensor = tensors[each]
+                if each in copies:
+                    held[each] = copied(tensor), None
+                else:
+                    was = None if each.is_random else told(tensor)
+                    held[each] = pack(tensor, each.is_random), was
         return ""
+
+    def _leading_to(self, state: State) -> list[Op]:
+        """Return the operations that lead to ``state``, except those whose operands are held."""
+        found: list[Op] = []
+        todo, seen = [state], set[Op]()
+        while todo:
+            op = todo.pop().maker
+            if op is None or op in self._wanted or op in seen:
+                continue
+            seen.add(op)
+            found.append(op)
+            for each in op.reads:
+                todo.append(each.state)
+        return found
 
 
 class _Aside:
@@ -903,21 +944,6 @@ def leave_for_backward() -> None:
 
 
 _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
-
-
-def _wanted(state: State) -> list[Op]:
-    """Return the operations that lead to ``state``, except those whose operands are held."""
-    found: list[Op] = []
-    todo, seen = [state], set[Op]()
-    while todo:
-        op = todo.pop().maker
-        if op is None or op.is_wanted or op in seen:
-            continue
-        seen.add(op)
-        found.append(op)
-        for each in op.reads:
-            todo.append(each.state)
-    return found
 
 
 def _depth(op: Op) -> int:
