@@ -92,7 +92,8 @@ class Planned:
             self._session.begin_step(tiers)
             inside = child_names(modules[0]) if len(modules) == 1 else ()
             self.name, self._index = planner.follower.begin_forward(module_path([*modules]), inside)
-            self._stays = self._regions.stays(self.name, self._index)
+            self.stays = self._regions.stays(self.name, self._index)
+            """The numbers of the saves to hold, because something outside the region saves the same storage."""
 
     def begin(self) -> bool:
         """See :class:`~backstash._recompute.region.ForwardPlan`."""
@@ -101,7 +102,7 @@ class Planned:
             if way == TRACED:
                 self.forward, self._number = self._planner.trace_forward(self.name, self._index)
                 self.may_try = self._planner.may_try(self.name)
-                self._stays = frozenset()
+                self.stays = frozenset()
                 self._latest = self._session.predictor.blocks - 1
             if way == LEFT:
                 self.left_bytes = self._regions.left_bytes(self.name, self._index)
@@ -147,13 +148,9 @@ class Planned:
                 self._regions.note_bytes(self.forward)
             self._tell_seconds(self.forward)
 
-    def stays_at(self, number: int) -> bool:
-        """Whether to hold this save, because something outside the region saves the same storage."""
-        return number in self._stays
-
     def note_discarded(self, tensor: Tensor, value: int) -> None:
         """See :meth:`ForwardPlan.note_discarded`: the saves of a module are told apart by their numbers."""
-        if self._stays and value not in self._discarded:
+        if self.stays and value not in self._discarded:
             self._discarded.add(value)
             nbytes = tensor.untyped_storage().nbytes()
             if nbytes >= self._session.min_bytes:

@@ -38,7 +38,7 @@ from .._saved.view import dense, extent_bytes, raw_alias, reason_to_stay
 from .._text import clean
 from .._tiers.device_tiers import DeviceTiers
 from .._torch.checkpoints import is_of_checkpoint
-from .._torch.dispatch import count_dispatch_modes, innermost_mode
+from .._torch.dispatch import count_dispatch_modes, innermost_mode, pause_mode, resume_mode
 from .._torch.dynamo import leave_untraced, untraced
 from .._torch.engine import queue_callback, task_or_none
 from .._torch.hook_stack import current_pair, own_pack
@@ -48,7 +48,8 @@ from .._torch.storages import storage_identity, storage_of
 from .._torch.trees import tree_flatten
 from ..errors import InplaceError
 from .replay import Timed, replay
-from .tape import UNSEEN, Place, Tape, place_of
+from .route import Discard, ForwardTape, Routes
+from .tape import UNSEEN, Place, Tape, operands_of, place_of, unpacked
 
 __all__ = ["FoundModules", "Graph", "Region"]
 
@@ -86,8 +87,8 @@ class ForwardPlan(Protocol):
     def leave(self, *, in_order: bool) -> None:
         """End the forward; ``in_order``: it raised no error and can be recomputed."""
 
-    def stays_at(self, number: int) -> bool:
-        """Whether to hold this save, because something outside the region saves the same storage."""
+    stays: frozenset[int]
+    """The numbers of the saves to hold, because something outside the region saves the same storage."""
 
     def pack(self, number: int, tensor: Tensor, pack: Callable[[Tensor], object]) -> object:
         """Hold a tensor of a forward that is only recorded."""
@@ -180,8 +181,9 @@ class Call:
         self._keeps = planned is not None and planned.forward is not None
         self._tries = planned is None or planned.may_try
         self._lock = os.getpid(), threading.RLock()
-        self.tape: Tape | None = Tape()
-        self._operands = self.tape.operands
+        follows = not self._keeps and not region.session.event_log.on
+        stays = planned.stays if planned is not None else frozenset()
+        self.tape: ForwardTape | None = ForwardTape(region.routes if follows else None, stays)
         self._thread_state = thread_state
         self._outer: Tape | None = None  # the context's tape, which this one replaces meanwhile
 
@@ -209,7 +211,11 @@ class Call:
                 pass
             else:
                 self._saved.add((identity, tensor._version))
-        paused = tape.pause()
+        # As Tape.pause() and resume(), without their calls.
+        is_innermost, was_recording = innermost_mode() is tape, tape.is_recording
+        tape.is_recording = False
+        if is_innermost:
+            pause_mode(None)
         try:
             # What is discarded does not reach the stash's hook, which otherwise does this.
             if self._thread_state.waiting and not self.region.session.section.is_nested():
@@ -224,14 +230,21 @@ class Call:
             finally:
                 planned.hook_took(began)
         finally:
-            tape.resume(paused)
+            if is_innermost:
+                resume_mode(tape)
+            tape.is_recording = was_recording
 
-    def _save(self, tensor: Tensor, tape: Tape) -> object:
+    def _save(self, tensor: Tensor, tape: ForwardTape) -> object:
         number, self._count = self._count, self._count + 1
-        kept = self.region.admission.keep_parameter(tensor, self._thread_state)
-        if kept is not None:
-            self._thread_state.saves += 1
-            return kept
+        if (route := tape.route) is not None and number in route.saves:
+            discard = route.saves[number]
+            if tape.discards(discard, tensor) and task_or_none() == self._task:
+                return self._discard_as(discard, tensor, tape)
+        if tensor.is_leaf or tensor._base is not None:  # without a call for any other
+            kept = self.region.admission.keep_parameter(tensor, self._thread_state)
+            if kept is not None:
+                self._thread_state.saves += 1
+                return kept
         if type(tensor) is not Tensor or task_or_none() != self._task:
             # A backward within the forward that retains its graph saves the tensors it unpacked.
             return self._pack_own(tensor)
@@ -254,10 +267,27 @@ class Call:
             return held
         return self._handled(held, tensor, number, tape)
 
-    def _handled(self, held: Held, tensor: Tensor, number: int, tape: Tape) -> object:
+    def _discard_as(self, discard: Discard, tensor: Tensor, tape: ForwardTape) -> object:
+        """Discard a tensor as the route says."""
+        reason = tape.hold_for(discard, self._hold_operand, self._relies_on)
+        if reason:
+            return self._refuse(tensor, reason)
+        held = Held(self, discard.state, discard.place, tensor)
+        held.needs = tape.needs_of(discard.state)
+        if self._discarded == self._sampled or self._is_thorough or tensor.is_cpu:
+            held.told = self._sample(tensor)
+        else:
+            self._discarded += 1
+        self._count_discarded(held)
+        self._held.append(weakref.ref(held))
+        if self._planned is not None:
+            self._planned.note_discarded(tensor, discard.state.number)
+        return held
+
+    def _handled(self, held: Held, tensor: Tensor, number: int, tape: ForwardTape) -> object:
         """Return ``held``, or the packed tensor if it cannot be discarded."""
         planned = self._planned
-        if planned is not None and planned.stays_at(number):
+        if planned is not None and number in planned.stays:
             packed = self._pack(tensor)
             tape.take_as_given(tensor)
             return packed
@@ -267,6 +297,8 @@ class Call:
             return self._trace(held, tensor, number, planned)
         else:
             reason = self._discard(held, tensor, tape)
+            if not reason and tensor.requires_grad:
+                tape.note_discarded(number, held.state, held.place)
             if planned is not None and not reason:
                 planned.note_discarded(tensor, held.state.number)
         return self._refuse(tensor, reason) if reason else held
@@ -335,7 +367,7 @@ class Call:
         # Not on the simulated accelerator: there the tensor was overwritten before its copy had ended.
         return is_random and tensor.device.type == "cpu"
 
-    def _discard(self, held: Held, tensor: Tensor, tape: Tape) -> str:
+    def _discard(self, held: Held, tensor: Tensor, tape: ForwardTape) -> str:
         """Discard the tensor, or hold it until it has been compared. Return why it cannot be discarded, or
         ``""``."""
         region, state = self.region, held.state
@@ -343,6 +375,7 @@ class Call:
         reason = reason or tape.want(state, self._hold_operand, self._relies_on)
         if reason:
             return reason
+        held.needs = tape.needs_of(state)
         if state.key in region.known:
             held.packed = None
             held.told = self._sample(tensor)
@@ -380,7 +413,7 @@ class Call:
             held.state = tape.state_of(tensor)
         self._filled += unfilled
 
-    def _settle(self, tape: Tape) -> None:
+    def _settle(self, tape: ForwardTape) -> None:
         """Discard the tensors that were filled after they were saved."""
         while self._filled:
             # The others stay in the list: this one may hold one of them as an operand.
@@ -417,7 +450,7 @@ class Call:
         if unknown and self._tries:
             paused = planned.pause() if planned is not None else None
             timed = Timed(planned.mark) if planned is not None and self._keeps else None
-            reason = self._compare(unknown, timed)
+            reason = self._compare(unknown, tape, timed)
             if (
                 timed is not None
                 and planned is not None
@@ -429,13 +462,17 @@ class Call:
                 region.again_seconds = planned.end_trial(paused)
                 if not reason:
                     planned.was_alike()
+        if in_order and not unknown:
+            tape.make_route()
         tape.end()
         region.discards = self._discarded
         self._counted.clear()
         self._saved.clear()
         region.admission.discarded_bytes += self._discarded_bytes
 
-    def _compare(self, unknown: list[tuple[Held, Tensor, int]], timed: Timed | None) -> str:
+    def _compare(
+        self, unknown: list[tuple[Held, Tensor, int]], tape: Tape, timed: Timed | None
+    ) -> str:
         """Compute it again, and let go of what is the same. Why some is not; ``""``: all is."""
         region = self.region
         # Skip tensors changed in place: using them in backward is an error in plain PyTorch, too.
@@ -444,7 +481,7 @@ class Call:
             targets = [(held.state, held.place) for held, _, _ in same]
             if timed is not None and self._planned is not None:
                 self._planned.keep_busy()
-            values = replay(targets, self._operands, region.unpack, timed)
+            values = replay(targets, lambda each: tape.value_of(each, region.unpack), timed)
         except InplaceError:
             raise  # a value differs from plain PyTorch's
         except Exception as error:  # raised by a kernel
@@ -513,7 +550,8 @@ class Call:
         region = self.region
         try:
             targets = [(each.state, each.place) for each in wanted]
-            values = replay(targets, self._operands, region.unpack)
+            held = operands_of(each.needs for each in wanted if each.needs is not None)
+            values = replay(targets, lambda each: unpacked(held[each], region.unpack))
         except InplaceError as error:
             raise InplaceError(
                 f"the tensors that {self.name} saved were discarded and cannot be recomputed: {error}"
@@ -690,6 +728,7 @@ class Region:
         """What the replay took that was compared last, where a step was measured."""
         self.graph: Graph | None = None
         """Its operations."""
+        self.routes = Routes()
         self._samples = 0
         self._random = random.Random(next(_seeds))
         self.discards = 0
@@ -939,7 +978,7 @@ def _reason_against() -> str:
     pair = current_pair()
     if pair is not None and is_of_checkpoint(own_pack(pair)):
         return "it is inside torch.utils.checkpoint, which already recomputes it"
-    if type(innermost_mode()) is Tape:
+    if isinstance(innermost_mode(), Tape):
         return (
             "another stash recomputes it: call remove() on the handle that its recompute() returned"
         )
@@ -952,7 +991,7 @@ def _reason_against() -> str:
 
 def leave_stale_tapes() -> None:
     """Pop the tapes of forwards that ended without a hook, for example after an interrupt."""
-    while type(tape := innermost_mode()) is Tape and tape.frame is not None:
+    while isinstance(tape := innermost_mode(), Tape) and tape.frame is not None:
         if is_running(tape.frame):
             return
         tape.leave()

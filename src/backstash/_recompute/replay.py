@@ -25,30 +25,28 @@ from .._torch.dispatch import (
 from .._torch.schemas import argument_of, tensors_of
 from .._torch.tensors import toggle_bits
 from .settings import Settings, put
-from .tape import Made, Op, Operands, Outside, Place, Scratch, State
+from .tape import Made, Op, Outside, Place, Scratch, State
 
 __all__ = ["Given", "Timed", "Values", "replay", "run", "view_of"]
 
 
 def replay(
     targets: Iterable[tuple[State, Place]],
-    operands: Operands,
-    unpack: Callable[[Any], Tensor],
+    value: Callable[[Outside], Tensor],
     timed: Timed | None = None,
 ) -> list[Tensor]:
     """The value of each target, in order.
 
     Args:
         targets: states, and where in their memory the values lie.
-        operands: of the forward.
-        unpack: gives what was packed of them.
+        value: gives an operand that no replay computes.
         timed: gets when each operation began and ended.
     """
     wanted = list(targets)
     places: dict[int, list[Place]] = {}
     for state, place in wanted:
         places.setdefault(state.number, []).append(place)
-    values = Values(places, lambda outside: operands.value(outside, unpack))
+    values = Values(places, value)
     run(_leading_to(state for state, _ in wanted), values, timed)
     return [values.found[state.number, place] for state, place in wanted]
 

@@ -16,7 +16,7 @@ import torch
 
 from .._torch.precision import fp32_precision, set_fp32_precision
 
-__all__ = ["Settings", "now", "put"]
+__all__ = ["ON_CPU", "Settings", "now", "put"]
 
 Settings = tuple[Any, ...]
 
@@ -92,7 +92,7 @@ def _bf16_sums(allowed: Any) -> None:
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = allowed
 
 
-_OF_CPU = 6  # settings of an operation on the CPU
+ON_CPU = 6  # settings of an operation on the CPU
 _SET: tuple[Any, ...] = (
     torch.set_num_threads,
     torch.set_default_dtype,
@@ -110,12 +110,12 @@ _SET: tuple[Any, ...] = (
 def put(settings: Settings) -> Iterator[None]:
     """Apply ``settings`` inside the context and restore the previous ones after it. One thread at a time."""
     global _is_changed
-    before = now(on_accelerator=len(settings) > _OF_CPU)
+    before = now(on_accelerator=len(settings) > ON_CPU)
     if before == settings and not _is_changed:
         yield
         return
     with _lock, ExitStack() as stack:
-        before, was_changed = now(on_accelerator=len(settings) > _OF_CPU), _is_changed
+        before, was_changed = now(on_accelerator=len(settings) > ON_CPU), _is_changed
         _is_changed = True
         stack.callback(_restore, was_changed)
         for change, wanted, found in zip(_SET, settings, before, strict=False):

@@ -62,23 +62,31 @@ from .declared import is_declared
 from .settings import Settings, now
 
 __all__ = [
+    "LOOKED_EVERY",
+    "PLAIN",
     "TOO_FAR",
     "UNSEEN",
     "Leaver",
     "Made",
+    "Needs",
     "Op",
-    "Operands",
     "Outside",
     "Place",
     "Product",
+    "RawStep",
     "Scratch",
     "State",
     "Tape",
+    "WriteOp",
     "copied",
+    "flat",
     "is_small",
     "leaf_of",
     "leave_for_backward",
+    "operands_of",
+    "outside_state",
     "place_of",
+    "unpacked",
 ]
 
 Place = tuple[Any, ...]
@@ -94,13 +102,14 @@ _OTHERWISE = "PyTorch computes it differently while operations are recorded"
 _OTHER_STREAM = "it was made on another stream"
 _ANY_ORDER = "{} may add in a different order each time"
 _MOST_COPIED_BYTES = 64 << 10
+PLAIN = frozenset((Tensor, torch.nn.Parameter))
 _NONE: frozenset[int | str] = frozenset()
 _LEAST_SWEPT = 64  # storages that a tape has seen, of which the dead are forgotten
-_LOOKED_EVERY = 32  # operations between two checks that the forward still runs
+LOOKED_EVERY = 32  # operations between two checks that the forward still runs
 TOO_FAR = "it takes {} operations to compute it from saved tensors, more than {}"
 
 
-def _flat(result: Any) -> list[Tensor]:
+def flat(result: Any) -> list[Tensor]:
     """As :func:`tensors_of`, in one call for most results."""
     found: list[Tensor] = []
     for each in result if isinstance(result, (list, tuple)) else (result,):
@@ -186,7 +195,7 @@ class Memory(weakref.ref[torch.UntypedStorage]):
 
 
 class Outside:
-    """An operand that no replay computes. On a forward's tape it has no value: see :class:`Operands`."""
+    """An operand that no replay computes. On a forward's tape it has no value: see :class:`Tape`."""
 
     __slots__ = ("__weakref__", "copy", "is_lost", "is_random", "kept", "kind", "leaf", "state")
 
@@ -209,35 +218,47 @@ class Outside:
         """On a context's tape: whether its memory was overwritten."""
 
 
-class Operands:
-    """The values of one forward's operands that no replay computes."""
+class Needs:
+    """The operands that the replay of a discarded tensor reads. They are released with the last tensor that
+    needs them."""
 
-    __slots__ = ("held", "tensors")
+    __slots__ = ("before", "held")
 
-    def __init__(self) -> None:
-        self.tensors: dict[Outside, Tensor] = {}
-        """The operands themselves, while the tape records and their memory is not overwritten."""
-        self.held: dict[Outside, tuple[Any, Any]] = {}
-        """What the stash packed an operand as, once a discarded tensor needs it; and a fingerprint of its bytes
-        if the program may share them, as with NumPy."""
+    def __init__(self, held: dict[Outside, list[Any]], before: list[Needs]) -> None:
+        self.held = held
+        """What the stash packed each operand as, and a fingerprint of its bytes if the program may share them,
+        as with NumPy."""
+        self.before = before
+        """What the operations before need."""
 
-    def value(self, outside: Outside, unpack: Callable[[Any], Tensor]) -> Tensor:
-        """Return an operand for a replay.
 
-        Raises:
-            InplaceError: its bytes differ from those that the forward read.
-        """
-        tensor = self.tensors.get(outside)
-        if tensor is not None:  # the forward is still running
-            return tensor.detach()
-        packed, was = self.held[outside]
-        value = unpack(packed).detach()
-        if was is not None and told(value) != was:
-            raise InplaceError(
-                f"an input of shape {tuple(value.shape)} was changed since forward without a new version "
-                "(NumPy, .data)"
-            )
-        return value
+def operands_of(needs: Iterable[Needs]) -> dict[Outside, list[Any]]:
+    """Return all held operands of these, and of what they need before."""
+    found: dict[Outside, list[Any]] = {}
+    todo, seen = list(needs), set[Needs]()
+    while todo:
+        each = todo.pop()
+        if each not in seen:
+            seen.add(each)
+            found |= each.held
+            todo += each.before
+    return found
+
+
+def unpacked(held: list[Any], unpack: Callable[[Any], Tensor]) -> Tensor:
+    """Return a held operand.
+
+    Raises:
+        InplaceError: its bytes differ from those that the forward read.
+    """
+    packed, was = held
+    value = unpack(packed).detach()
+    if was is not None and told(value) != was:
+        raise InplaceError(
+            f"an input of shape {tuple(value.shape)} was changed since forward without a new version "
+            "(NumPy, .data)"
+        )
+    return value
 
 
 class Made:
@@ -274,7 +295,7 @@ class Product(NamedTuple):
     """Index or name of the argument with this memory, if the operation writes to it in place."""
 
 
-class _WriteOp(NamedTuple):
+class WriteOp(NamedTuple):
     """A write to a memory that an operation is about to do."""
 
     place: int | str
@@ -287,6 +308,25 @@ class _WriteOp(NamedTuple):
     """Whether it overwrites every byte and reads none."""
     is_statistic: bool
     """Whether it is a running statistic: not the tape's memory, and written without its schema saying so."""
+
+
+class RawStep(NamedTuple):
+    """An operation of a forward of which a route is to be made."""
+
+    op: Op
+    reason: str
+    """Why it cannot be replayed; ``""`` if it can."""
+    states: list[State | None]
+    """The state of each result that has a memory of its own."""
+    written: list[tuple[int | str, bool, bool, State]]
+    """Of each write: the argument, whether it fills its memory, whether it is a running statistic, and the new
+    state."""
+    is_plain: bool
+    """Whether no operand is complex, and no kernel conjugates."""
+    began: int
+    """How many states there were before."""
+    ended: int
+    """How many there were after it."""
 
 
 class Op:
@@ -341,10 +381,11 @@ class Tape(SilentMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._memories = dict[int, Memory]()
         self._sweep_at = _LEAST_SWEPT
-        self.operands = Operands()
-        self._wanted: set[Op] = (
-            set()
-        )  # whose operands are held, as are those of the operations before
+        self.tensors: dict[Outside, Tensor] = {}
+        """A forward's operands, while the tape records and their memory is not overwritten."""
+        self._held: dict[Outside, list[Any]] = {}  # those that are held: see Needs
+        self._needs: dict[Op, Needs] = {}  # by the operations whose operands are held
+        self._latest: list[Op] = []  # what the latest call of want() added to these
         self._count = self._states = 0
         self._recomputable = recomputable
         self._task = task_or_none()
@@ -355,6 +396,14 @@ class Tape(SilentMode):
         self._settings: Settings = ()
         self._settings_hash = 0
         self._seconds = self._called_seconds = 0.0
+        self.given: dict[State, State] = {}
+        """What :meth:`take_as_given` replaced, and by what."""
+        self.may_follow = False
+        """Whether :meth:`_follow` is asked for each operation."""
+        self.steps: list[RawStep] | None = None
+        """What a route is made of; ``None``: none is."""
+        self.outside_states: dict[Outside, tuple[State | None, bool]] = {}
+        """Of each operand, its state, and whether it is a parameter, if a route is made."""
         self.is_recording = True
         self.number = -1
         """Number of its step, on a context's tape."""
@@ -405,8 +454,9 @@ class Tape(SilentMode):
         """Stop recording as :meth:`end` does, without raising."""
         self.is_recording = False
         self.recorded = None
-        self.operands.tensors.clear()
-        self._memories.clear()
+        for each in (self.tensors, self._held, self._needs, self._memories):
+            each.clear()
+        self.may_follow, self.steps = False, None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """See ``TorchDispatchMode``."""
@@ -419,11 +469,20 @@ class Tape(SilentMode):
             or (self._most is not None and not torch.is_grad_enabled())
         ):
             return self._pass(func, args, kwargs)
+        if self.may_follow:
+            operation = operations.get(id(func)) or operation_of(func)
+            if not operation.is_view:
+                result = self._follow(func, operation, types, args, kwargs)
+                if result is not NotImplemented:
+                    return result
+            elif args and type(viewed := args[0]) in PLAIN and not viewed.is_complex():
+                if not operation.makes_bits:
+                    return func(*args, **kwargs)
         began, self._called_seconds = time.perf_counter(), 0.0
         try:
             if self._bits.vectors:
                 self._bits.look()
-            if not self._count % _LOOKED_EVERY and self.frame and not is_running(self.frame):
+            if not self._count % LOOKED_EVERY and self.frame and not is_running(self.frame):
                 self.end()  # an interrupt ended the forward
             operation = operations.get(id(func)) or operation_of(func)
             if operation.is_view or not self.is_recording:
@@ -467,6 +526,10 @@ class Tape(SilentMode):
         """Whether it records a whole context, and not one module's forward."""
         return self._most is not None
 
+    def _follow(self, func: Any, operation: Operation, types: Any, args: Any, kwargs: Any) -> Any:
+        """Call an operation that need not be recorded, and return its result; else ``NotImplemented``."""
+        return NotImplemented
+
     def _call(self, func: Any, args: Any, kwargs: Any, has_bits: bool) -> Any:
         """Call an operation. ``has_bits``: its kernel may compute lazy conjugates, which of real numbers only
         some do."""
@@ -489,13 +552,13 @@ class Tape(SilentMode):
         if not reason and operation.is_product and self._most is not None:
             reason = _PRODUCT.format(operation.name)
         in_training = operation.train_at >= 0 and operation.writes_statistics(args)
-        writes: list[_WriteOp] = []
+        writes: list[WriteOp] = []
         if operation.writes or in_training:
             writes, reason = self._writes_of(
                 operation, args, kwargs, reason, in_training=in_training
             )
         op = Op(func, self._count)
-        self._count += 1
+        self._count, began = self._count + 1, self._states
         kinds: list[Any] = [id(func)]
         why, self._is_complex = reason, False
         if not reason:
@@ -533,15 +596,21 @@ class Tape(SilentMode):
             each.memory.state = self._made(
                 op, each.tensor.device, why, hash((key, each.place)), argument=each.place
             )
-        self._add_results(operation, op, result, reason, key)
+        states = self._add_results(operation, op, result, reason, key)
+        if self.steps is not None:
+            written = [
+                (each.place, each.fills, each.is_statistic, each.memory.state) for each in writes
+            ]
+            is_plain = not (has_bits or operation.makes_bits)
+            self.steps.append(RawStep(op, reason, states, written, is_plain, began, self._states))
         return result
 
     def _writes_of(
         self, operation: Operation, args: Any, kwargs: Any, reason: str, *, in_training: bool
-    ) -> tuple[list[_WriteOp], str]:
+    ) -> tuple[list[WriteOp], str]:
         """Return the writes that an operation is about to do, and why its results cannot be replayed."""
         places = (*operation.writes, *STATISTICS) if in_training else operation.writes
-        found: list[_WriteOp] = []
+        found: list[WriteOp] = []
         for place in places:
             given = argument_of(args, kwargs, place)
             tensors = [*tensors_of(given)]
@@ -560,7 +629,7 @@ class Tape(SilentMode):
                 if before and not is_statistic and not (fills and before == ALLOCATES):
                     reason = reason or before
                 found.append(
-                    _WriteOp(
+                    WriteOp(
                         place,
                         tensor,
                         memory,
@@ -571,22 +640,25 @@ class Tape(SilentMode):
                 )
         return found, reason
 
-    def _begin_write(self, write: _WriteOp) -> None:
+    def _begin_write(self, write: WriteOp) -> None:
         """Before a write, copy what a replay needs of the memory."""
         write.memory.writes += 1
         write.memory.state.is_over = True
         known = write.memory.state.outside
-        tensors, held = self.operands.tensors, self.operands.held
-        for each in known.values() if known is not None else ():
+        tensors, held = self.tensors, self._held
+        for each in list(known.values()) if known is not None else ():
             if self._most is not None:
                 each.is_lost = each.copy is None
             elif (tensor := tensors.pop(each, None)) is not None and each in held:
-                held[each] = copied(tensor), held[each][1]
+                held[each][0] = copied(tensor)
 
     def _add_results(
         self, operation: Operation, op: Op, result: Any, reason: str, key: int
-    ) -> None:
-        for at, tensor in enumerate((result,) if type(result) is Tensor else _flat(result)):
+    ) -> list[State | None]:
+        """Record the memory of the results. Return the state of each that has a memory of its own."""
+        states: list[State | None] = []
+        for at, tensor in enumerate((result,) if type(result) is Tensor else flat(result)):
+            states.append(None)
             try:
                 storage = tensor.untyped_storage()
             except (NotImplementedError, RuntimeError):  # see storage_of()
@@ -596,8 +668,9 @@ class Tape(SilentMode):
             if memory is not None and memory() is not None:
                 continue  # memory of an argument or of an earlier result
             why = reason or (ALLOCATES if operation.is_allocation else "")
-            state = self._made(op, tensor.device, why, hash((key, at)), result=at)
+            state = states[at] = self._made(op, tensor.device, why, hash((key, at)), result=at)
             self._know(storage, identity, state, 0)
+        return states
 
     def _made(
         self,
@@ -622,7 +695,7 @@ class Tape(SilentMode):
         """Return why the results cannot be replayed, for reasons that the operation's schema does not show."""
         first = result
         if type(result) is not Tensor:
-            first = next(iter(_flat(result)), None)
+            first = next(iter(flat(result)), None)
         if first is None:
             first = next((each for each in args if isinstance(each, Tensor)), None)
         if first is None or first.is_cpu:
@@ -659,8 +732,8 @@ class Tape(SilentMode):
         if operation.writes and self._most is not None:
             self.stop()
         elif operation.writes:
-            held, tensors = self.operands.held, self.operands.tensors
-            self.operands.tensors = {each: tensors[each] for each in tensors if each in held}
+            for each in [each for each in self.tensors if each not in self._held]:
+                del self.tensors[each]
             for memory in self._memories.values():
                 memory.state = State(memory.state.device, _SUBCLASS)
 
@@ -678,10 +751,10 @@ class Tape(SilentMode):
         memory = self._memories.get(identity)
         version = 0 if tensor.is_inference() else tensor._version
         if memory is None or memory() is None:
-            memory = self._know(storage, identity, _outside(tensor), version)
+            memory = self._know(storage, identity, outside_state(tensor), version)
         elif version > memory.version + memory.writes:
             # Something that the tape did not see wrote to it.
-            memory.state, memory.version = _outside(tensor), version - memory.writes
+            memory.state, memory.version = outside_state(tensor), version - memory.writes
         return memory
 
     def _know(
@@ -762,13 +835,17 @@ class Tape(SilentMode):
                 outside.leaf = weakref.ref(leaf) if leaf is not None else None
                 if state is not None and is_small(tensor):
                     outside.kept = weakref.ref(tensor.untyped_storage())
-            else:
-                self.operands.tensors[outside] = tensor
             if state is not None:
                 if known is None:
                     known = weakref.WeakValueDictionary() if in_context else {}
                     state.outside = known
                 known[place] = outside
+        if self._most is None:
+            # Another forward that did the same may have the operand, too.
+            if outside not in self._held:
+                self.tensors.setdefault(outside, tensor)
+            if self.steps is not None:
+                self.outside_states[outside] = state, isinstance(tensor, torch.nn.Parameter)
         op.before.append(outside)
         return outside
 
@@ -789,7 +866,7 @@ class Tape(SilentMode):
     def _note_saved(self, tensor: Tensor, block: Any) -> None:
         """Record that ``block`` holds all of the tensor's memory, or, with ``None``, that autograd holds it
         unpacked."""
-        memory = self._memory(tensor)
+        memory = self._memory(tensor) if self._most is not None else None
         if memory is None or memory.state.reason == ALLOCATES:
             return
         state = memory.state
@@ -798,16 +875,18 @@ class Tape(SilentMode):
             state.saved = weakref.ref(block)
         elif state.saved is None:
             state.saved = weakref.ref(tensor.untyped_storage())
-        if self._most is not None:
-            state.maker = None  # it is held from now on: the operations before it are not needed
+        state.maker = None  # it is held from now on: the operations before it are not needed
 
     def take_as_given(self, tensor: Tensor) -> None:
         """The stash holds ``tensor``, and will: what is computed from it is replayed from that, and not from
-        what
-        has led to it."""
-        memory = self._memory(tensor)
-        if memory is not None and not memory.state.reason:
-            memory.state = State(tensor.device, UNSEEN, hash((memory.state.key, "given")))
+        what has led to it."""
+        state = self.state_of(tensor)
+        if state is not None and not state.reason:
+            given = self.given.get(state)
+            if given is None:
+                given = State(tensor.device, UNSEEN, hash((state.key, "given")))
+                self.given[state] = given
+            self._memories[storage_identity(tensor.untyped_storage())].state = given
 
     def state_of(self, tensor: Tensor) -> State | None:
         """Return the current state of the tensor's memory; ``None`` if the tape did not see it."""
@@ -838,14 +917,40 @@ class Tape(SilentMode):
         """
         if state.reason:
             return state.reason
-        new = self._leading_to(state)
-        held = self.operands.held
-        reason = self.hold(
-            [each for op in new for each in op.before if each not in held], pack, relies_on
-        )
+        new = self._latest = self._leading_to(state)
+        needed = [each for op in new for each in op.before]
+        reason = self.hold(needed, pack, relies_on)
         if not reason:
-            self._wanted.update(new)
+            before = [state.maker, *(each.state.maker for op in new for each in op.reads)]
+            self.note_needs(new, needed, before)
         return reason
+
+    def note_needs(
+        self, ops: Collection[Op], needed: Iterable[Outside], before: Iterable[Op | None]
+    ) -> None:
+        """Record that the operands of ``ops`` are held.
+
+        Args:
+            ops: the operations.
+            needed: their operands.
+            before: the operations that lead to what they read. All others are known.
+        """
+        if not ops:
+            return
+        held, known = self._held, self._needs
+        led = [known[each] for each in before if each is not None and each in known]
+        needs = Needs({each: held[each] for each in needed}, led)
+        for each in ops:
+            known[each] = needs
+
+    def value_of(self, outside: Outside, unpack: Callable[[Any], Tensor]) -> Tensor:
+        """Return an operand while the tape records."""
+        tensor = self.tensors.get(outside)
+        return unpacked(self._held[outside], unpack) if tensor is None else tensor.detach()
+
+    def needs_of(self, state: State) -> Needs | None:
+        """Return what a replay of ``state`` needs, after :meth:`want`."""
+        return self._needs[state.maker] if state.maker is not None else None
 
     def hold(
         self,
@@ -854,9 +959,11 @@ class Tape(SilentMode):
         relies_on: Callable[[Tensor], bool],
     ) -> str:
         """Hold these operands: see :meth:`want`."""
-        tensors, held = self.operands.tensors, self.operands.held
+        tensors, held = self.tensors, self._held
         copies: set[Outside] = set()
         for each in needed:
+            if each in held:
+                continue
             tensor = tensors.get(each)
             if tensor is None:
                 return _CHANGED
@@ -873,10 +980,10 @@ class Tape(SilentMode):
             if each not in held:  # it may be an operand of two operations
                 tensor = tensors[each]
                 if each in copies:
-                    held[each] = copied(tensor), None
+                    held[each] = [copied(tensor), None]
                 else:
                     was = None if each.is_random else told(tensor)
-                    held[each] = pack(tensor, each.is_random), was
+                    held[each] = [pack(tensor, each.is_random), was]
         return ""
 
     def _leading_to(self, state: State) -> list[Op]:
@@ -885,7 +992,7 @@ class Tape(SilentMode):
         todo, seen = [state], set[Op]()
         while todo:
             op = todo.pop().maker
-            if op is None or op in self._wanted or op in seen:
+            if op is None or op in self._needs or op in seen:
                 continue
             seen.add(op)
             found.append(op)
@@ -936,7 +1043,7 @@ def leave_for_backward() -> None:
     """
     if not in_backward():
         return
-    for tape in [each for each in dispatch_modes() if type(each) is Tape]:
+    for tape in [each for each in dispatch_modes() if isinstance(each, Tape)]:
         if tape.is_of_context and tape.is_recording:
             queue_callback(Leaver(tape))
             tape.end()
@@ -950,7 +1057,8 @@ def _depth(op: Op) -> int:
     return 1 + max((each.state.depth for each in op.reads), default=0)
 
 
-def _outside(tensor: Tensor) -> State:
+def outside_state(tensor: Tensor) -> State:
+    """Return a state for memory that the tape did not see written."""
     is_weight = isinstance(tensor, torch.nn.Parameter)
     key = hash((is_weight, place_of(tensor), tensor.device))
     return State(tensor.device, UNSEEN, key)

@@ -26,6 +26,7 @@ class Held:
         "dtype",
         "made",
         "nbytes",
+        "needs",
         "packed",
         "place",
         "shape",
@@ -40,6 +41,8 @@ class Held:
         self.place = place
         self.packed: Any = None
         """The result of the stash's pack hook, if the tensor was packed and not freed."""
+        self.needs: Any = None
+        """The operands of its replay."""
         self.told: Any = None
         """A fingerprint of some of its bytes, if one was taken."""
         self.made: Any = None

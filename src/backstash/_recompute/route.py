@@ -1,0 +1,438 @@
+"""Routes: what a forward of a module did, with which its next forwards are compared.
+
+Most forwards of a module do what the one before did. Then the tape makes no objects for an operation: it checks
+that the operation, its arguments and the places of its operands are those of the route, and takes the route's
+states for its results. A tensor that is to be discarded is looked up by the number of the save.
+
+States, operations and operands have no values (the tape has them), so forwards can share them, on
+several threads, too. Where a forward differs, its tape records from there on as if there were no route: it has
+the same objects that it would have made itself. So a route needs no check of its own to be exact.
+
+Deciding once and comparing afterwards is how TransformerEngine and Megatron-Core offload activations; there,
+the saves are counted and not the operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .._torch.modules import is_running
+from .._torch.schemas import has_complex
+from .._torch.storages import storage_identity
+from .._torch.streams import current_stream
+from .settings import ON_CPU, now
+from .tape import (
+    LOOKED_EVERY,
+    PLAIN,
+    Made,
+    Memory,
+    Op,
+    Outside,
+    Place,
+    RawStep,
+    Scratch,
+    State,
+    Tape,
+    WriteOp,
+    flat,
+    outside_state,
+    place_of,
+)
+
+__all__ = ["Discard", "ForwardTape", "Route", "Routes"]
+
+_MOST_STEPS = 4096
+_MOST_ROUTES = 8
+_MOST_MISSES = 3
+_CONSTANTS = (
+    int, bool, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format,
+)  # fmt: skip
+
+
+class Known:
+    """A tensor among the arguments of a route's operation."""
+
+    __slots__ = ("is_first", "is_weight", "outside", "place", "state")
+
+    def __init__(self, operand: Made | Outside, state: State) -> None:
+        self.state = state
+        self.place: Place = operand.place if isinstance(operand, Made) else operand.kind[0]
+        self.outside = operand if type(operand) is Outside else None
+        """Set if no replay computes it. Each forward has a value of its own for it."""
+        self.is_first = False
+        """Whether the forward meets this memory here for the first time."""
+        self.is_weight = False
+
+
+class Step:
+    """An operation of a route."""
+
+    __slots__ = (
+        "args",
+        "count",
+        "func",
+        "index",
+        "is_grad_enabled",
+        "kwargs",
+        "may_replay",
+        "settings",
+        "states",
+        "written",
+    )
+
+    def __init__(self, raw: RawStep, known: Callable[[Any], Any]) -> None:
+        op = raw.op
+        self.func = op.func
+        self.may_replay = not raw.reason
+        """Whether it can be replayed. The arguments of others do not matter: what they compute is held."""
+        self.args = tuple(known(each) for each in op.args)
+        self.kwargs = {name: known(each) for name, each in op.kwargs.items()}
+        self.settings = op.settings
+        self.is_grad_enabled = op.is_grad_enabled
+        self.states = tuple(raw.states)
+        self.written = tuple(raw.written)
+        self.count = raw.ended
+        """How many states there are after it."""
+        made = [each for each in (*raw.states, *(each[3] for each in raw.written)) if each]
+        self.index = made[0].device.index or 0 if made else 0
+        """Of its accelerator."""
+
+
+class Discard(NamedTuple):
+    """A save that a route discards."""
+
+    state: State
+    place: Place
+    needed: tuple[Outside, ...]
+    """Operands to hold first."""
+    ops: tuple[Op, ...]
+    """The operations that read them."""
+    after: tuple[Op, ...]
+    """The operations before these: their operands must be held already."""
+
+
+class Route:
+    """What a forward did.
+
+    Args:
+        tape: of the forward.
+    """
+
+    def __init__(self, tape: ForwardTape) -> None:
+        self._states = tape.outside_states
+        self._seen = set(tape.given.values())
+        self.steps = [self._step(each) for each in tape.steps or ()]
+        self.saves = tape.saves
+        self.given = tape.given
+        self.misses = 0
+        """The number of forwards that differed."""
+        del self._states, self._seen
+
+    def _step(self, raw: RawStep) -> Step:
+        if not raw.is_plain:
+            raise _NoRouteError
+        step = Step(raw, self._known)
+        self._seen.update(each for each in raw.states if each is not None)
+        self._seen.update(each[3] for each in raw.written)
+        return step
+
+    def _known(self, argument: Any) -> Any:
+        kind = type(argument)
+        if kind is Made:
+            return Known(argument, argument.state)
+        if kind is Outside:
+            state, is_weight = self._states[argument]
+            if state is None:
+                raise _NoRouteError  # its memory cannot be identified
+            known = Known(argument, state)
+            known.is_first, known.is_weight = state not in self._seen, is_weight
+            self._seen.add(state)
+            return known
+        if kind is list or kind is tuple:
+            return kind([self._known(each) for each in argument])
+        if kind is not Scratch and not isinstance(argument, _CONSTANTS):
+            raise _NoRouteError
+        return argument
+
+
+class _NoRouteError(Exception):
+    """A route cannot have this operation."""
+
+
+class Routes:
+    """The routes of one module, by the first operation's operands and by what the plan keeps."""
+
+    def __init__(self) -> None:
+        self._routes: dict[Any, Route | None] = {}
+
+    def find(self, key: Any) -> Route | None:
+        """Return the route for ``key``; ``None`` if there is none, or too many forwards differed from it."""
+        route = self._routes.get(key)
+        return route if route is not None and route.misses < _MOST_MISSES else None
+
+    def may_add(self, key: Any) -> bool:
+        """Whether a forward that begins so may become a route."""
+        return key not in self._routes and len(self._routes) < _MOST_ROUTES
+
+    def add(self, key: Any, tape: ForwardTape) -> None:
+        """Make a route of a forward, for those that begin so."""
+        if tape.steps is not None and key is not None and self.may_add(key):
+            try:
+                made = Route(tape) if len(tape.steps) <= _MOST_STEPS else None
+            except _NoRouteError:
+                made = None
+            self._routes[key] = made
+
+
+class ForwardTape(Tape):  # type: ignore[no-untyped-call]
+    """The tape of a module's forward, which follows a route or makes one.
+
+    Args:
+        routes: of the module; ``None``: it only records.
+        kept: the numbers of the saves that the plan keeps.
+    """
+
+    def __init__(self, routes: Routes | None = None, kept: frozenset[int] = frozenset()) -> None:
+        super().__init__()
+        self._routes, self._kept = routes, kept
+        self.may_follow = routes is not None
+        self._key: Any = None
+        self.route: Route | None = None
+        """The route that it follows."""
+        self.saves: dict[int, Discard] = {}
+        """What the route that it makes will discard."""
+
+    def _begin(self, func: Any, args: Any) -> Route | None:
+        """Return the route to follow. If there is none, begin to make one."""
+        routes = self._routes
+        assert routes is not None
+        try:
+            places = [place_of(each) for each in args if isinstance(each, Tensor)]
+            self._key = func, self._kept, *places
+            self.route = routes.find(self._key)
+            if self.route is not None:
+                self.given = self.route.given
+            elif routes.may_add(self._key):
+                self.steps = []
+        except (RuntimeError, TypeError):
+            pass  # a tensor without strides; sizes that have no hash
+        return self.route
+
+    def _differ(self) -> Any:
+        """Follow no route from here on."""
+        if self.route is not None:
+            self.route.misses += 1
+        self.route, self.may_follow = None, False
+        return NotImplemented
+
+    def _follow(self, func: Any, operation: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        route, at = self.route, self._count
+        if route is None and not at:
+            route = self._begin(func, args)
+        if route is None or at >= len(route.steps):
+            return self._differ()
+        if not at % LOOKED_EVERY and self.frame is not None and not is_running(self.frame):
+            return self._differ()
+        step = route.steps[at]
+        if func is not step.func or not PLAIN.issuperset(types):
+            return self._differ()
+        if not (self._is_as(step, args, kwargs) if step.may_replay else not has_complex(args)):
+            return self._differ()
+        writes: list[WriteOp] = []
+        if step.written or operation.writes:
+            in_training = operation.train_at >= 0 and operation.writes_statistics(args)
+            writes, why = self._writes_of(operation, args, kwargs, "", in_training=in_training)
+            found = [(each.place, each.fills, each.is_statistic) for each in writes]
+            if (why and step.may_replay) or found != [each[:3] for each in step.written]:
+                return self._differ()
+            for each in writes:
+                self._begin_write(each)
+        result = func(*args, **kwargs)
+        self._count, self._states = at + 1, step.count
+        for each, (*_, state) in zip(writes, step.written, strict=True):
+            if each.tensor.untyped_storage().nbytes() != each.nbytes:
+                state = State(each.tensor.device, f"{operation.name} resized its memory")
+            each.memory.state = state
+        self._take_results(step, (result,) if type(result) is Tensor else flat(result))
+        if (recorded := self.recorded) is not None:
+            self.recorded = None
+            recorded()
+        return result
+
+    def _is_as(self, step: Step, args: Any, kwargs: Any) -> bool:
+        """Whether an operation has the arguments of ``step``, and the settings."""
+        if torch.is_grad_enabled() is not step.is_grad_enabled or len(args) != len(step.args):
+            return False
+        if not step.is_grad_enabled and not self._may_replay_here():
+            return False
+        if not self._are_operands(zip(args, step.args, strict=True)):
+            return False
+        if kwargs or step.kwargs:
+            if len(kwargs) != len(step.kwargs):
+                return False
+            for name, value in kwargs.items():
+                if name not in step.kwargs or not self._is_same(value, step.kwargs[name]):
+                    return False
+        settings = step.settings
+        if len(settings) > ON_CPU:
+            stream = current_stream(step.index)
+            if self._stream is None:
+                self._stream = stream
+            elif stream != self._stream:
+                return False
+            return now(on_accelerator=True) == settings
+        return self._stream is None and now() == settings
+
+    def _are_operands(self, pairs: Iterable[tuple[Any, Any]]) -> bool:
+        """Whether arguments are those of the route."""
+        memories, held = self._memories, self._held
+        for value, known in pairs:
+            if value is known:
+                continue
+            if type(known) is not Known or type(value) not in PLAIN:
+                if type(known) is Known or not self._is_same(value, known):
+                    return False
+                continue
+            try:
+                storage = value.untyped_storage()
+                memory = memories.get(storage_identity(storage))
+                if (
+                    memory is None
+                    or memory() is None
+                    or value._version > memory.version + memory.writes
+                ):
+                    if not self._is_first(value, storage, known):
+                        return False
+                elif memory.state is not known.state:
+                    return False
+                if known.place != (
+                    value.dtype,
+                    value.shape,
+                    value.stride(),
+                    value.storage_offset(),
+                    value.is_conj(),
+                    value.is_neg(),
+                ):
+                    return False
+            except (NotImplementedError, RuntimeError):  # it has no storage, strides, or version
+                return False
+            outside = known.outside
+            if outside is not None and outside not in held:
+                self.tensors.setdefault(outside, value)
+        return True
+
+    def _is_same(self, value: Any, known: Any) -> bool:
+        """Whether an argument is the one of the route."""
+        kind = type(value)
+        if type(known) is Known:
+            return kind in PLAIN and self._are_operands(((value, known),))
+        if type(known) is Scratch:
+            is_plain = kind in PLAIN and value.device == known.device
+            return is_plain and bool(place_of(value) == known.place)
+        if kind is not type(known):
+            return False
+        if kind is list or kind is tuple:
+            if len(value) != len(known):
+                return False
+            return self._are_operands(zip(value, known, strict=True))
+        if value:
+            return bool(value == known)
+        return repr(value) == repr(known)  # 0.0 is not -0.0
+
+    def _is_first(self, tensor: Tensor, storage: torch.UntypedStorage, known: Known) -> bool:
+        """Whether the tape sees the tensor's memory for the first time, as the route did; then record it."""
+        if not known.is_first or tensor.layout is not torch.strided:
+            return False
+        is_weight = isinstance(tensor, nn.Parameter)
+        if is_weight is not known.is_weight or tensor.device != known.state.device:
+            return False
+        identity, version = storage_identity(storage), tensor._version
+        memory = self._memories.get(identity)
+        if memory is None or memory() is None:
+            self._know(storage, identity, known.state, version)
+        else:
+            memory.state, memory.version = known.state, version - memory.writes
+        return True
+
+    def _take_results(self, step: Step, results: Sequence[Tensor]) -> None:
+        """Give the results the states of ``step``. A result that it lacks is as the program's own."""
+        memories = self._memories
+        states = step.states if len(step.states) == len(results) else (None,) * len(results)
+        for tensor, state in zip(results, states, strict=True):
+            try:
+                storage = tensor.untyped_storage()
+            except (NotImplementedError, RuntimeError):  # see storage_of()
+                continue
+            identity = storage_identity(storage)
+            memory = memories.get(identity)
+            if memory is not None and memory() is not None:
+                continue  # memory of an argument or of an earlier result
+            if state is None or tensor.device != state.device:
+                self._differ()
+                state = outside_state(tensor)
+            if len(memories) >= self._sweep_at:
+                self._know(storage, identity, state, 0)
+                continue
+            memory = memories[identity] = Memory(storage)
+            memory.state, memory.version, memory.writes = state, 0, 0
+
+    # What a route is made of.
+
+    def note_discarded(self, number: int, state: State, place: Place) -> None:
+        """Record that the save of this number was discarded, after :meth:`want`."""
+        if self.steps is not None:
+            ops = self._latest
+            before = {state.maker, *(each.state.maker for op in ops for each in op.reads)}
+            self.saves[number] = Discard(
+                state,
+                place,
+                tuple(dict.fromkeys(each for op in ops for each in op.before)),
+                tuple(ops),
+                tuple(each for each in before.difference(ops) if each is not None),
+            )
+
+    def discards(self, discard: Discard, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is what the route discards so."""
+        if type(tensor) is not Tensor or not tensor.requires_grad:
+            return False
+        try:
+            memory = self._memories.get(storage_identity(tensor.untyped_storage()))
+        except (NotImplementedError, RuntimeError):  # see storage_of()
+            return False
+        return (
+            memory is not None
+            and memory.state is discard.state
+            and memory() is not None
+            and tensor._version <= memory.version + memory.writes
+            and discard.place
+            == (
+                tensor.dtype,
+                tensor.shape,
+                tensor.stride(),
+                tensor.storage_offset(),
+                tensor.is_conj(),
+                tensor.is_neg(),
+            )
+            and all(each in self._needs for each in discard.after)
+        )
+
+    def hold_for(
+        self,
+        discard: Discard,
+        pack: Callable[[Tensor, bool], object],
+        relies_on: Callable[[Tensor], bool],
+    ) -> str:
+        """As :meth:`want`, for what :meth:`discards` returned."""
+        reason = self.hold(discard.needed, pack, relies_on) if discard.needed else ""
+        if not reason:
+            self.note_needs(discard.ops, discard.needed, discard.after)
+        return reason
+
+    def make_route(self) -> None:
+        """Make a route of this forward."""
+        if self._routes is not None:
+            self._routes.add(self._key, self)
