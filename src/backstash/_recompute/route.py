@@ -58,17 +58,17 @@ class Known:
 
     __slots__ = ("is_first", "is_weight", "outside", "place", "state")
 
-    def __init__(self, operand: Made | Outside, state: State) -> None:
+    def __init__(self, state: State, place: Place, outside: Outside | None = None) -> None:
         self.state = state
-        self.place: Place = operand.place if isinstance(operand, Made) else operand.kind[0]
-        self.outside = operand if type(operand) is Outside else None
+        self.place = place
+        self.outside = outside
         """Set if no replay computes it. Each forward has a value of its own for it."""
         self.is_first = False
         """Whether the forward meets this memory here for the first time."""
         self.is_weight = False
 
 
-class Step:
+class RouteOp:
     """An operation of a route."""
 
     __slots__ = (
@@ -132,10 +132,10 @@ class Route:
         """The number of forwards that differed."""
         del self._states, self._seen
 
-    def _step(self, raw: RawStep) -> Step:
+    def _step(self, raw: RawStep) -> RouteOp:
         if not raw.is_plain:
             raise _NoRouteError
-        step = Step(raw, self._known)
+        step = RouteOp(raw, self._known)
         self._seen.update(each for each in raw.states if each is not None)
         self._seen.update(each[3] for each in raw.written)
         return step
@@ -143,12 +143,12 @@ class Route:
     def _known(self, argument: Any) -> Any:
         kind = type(argument)
         if kind is Made:
-            return Known(argument, argument.state)
+            return Known(argument.state, argument.place)
         if kind is Outside:
             state, is_weight = self._states[argument]
             if state is None:
                 raise _NoRouteError  # its memory cannot be identified
-            known = Known(argument, state)
+            known = Known(state, argument.kind[0], argument)
             known.is_first, known.is_weight = state not in self._seen, is_weight
             self._seen.add(state)
             return known
@@ -263,7 +263,7 @@ class ForwardTape(Tape):  # type: ignore[no-untyped-call]
             recorded()
         return result
 
-    def _is_as(self, step: Step, args: Any, kwargs: Any) -> bool:
+    def _is_as(self, step: RouteOp, args: Any, kwargs: Any) -> bool:
         """Whether an operation has the arguments of ``step``, and the settings."""
         if torch.is_grad_enabled() is not step.is_grad_enabled or len(args) != len(step.args):
             return False
@@ -358,7 +358,7 @@ class ForwardTape(Tape):  # type: ignore[no-untyped-call]
             memory.state, memory.version = known.state, version - memory.writes
         return True
 
-    def _take_results(self, step: Step, results: Sequence[Tensor]) -> None:
+    def _take_results(self, step: RouteOp, results: Sequence[Tensor]) -> None:
         """Give the results the states of ``step``. A result that it lacks is as the program's own."""
         memories = self._memories
         states = step.states if len(step.states) == len(results) else (None,) * len(results)

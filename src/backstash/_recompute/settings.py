@@ -14,7 +14,18 @@ from typing import Any
 
 import torch
 
-from .._torch.precision import fp32_precision, set_fp32_precision
+from .._torch.precision import (
+    are_deterministic,
+    are_only_warned,
+    bf16_sums,
+    cudnn_benchmark,
+    cudnn_deterministic,
+    cudnn_enabled,
+    fp16_sums,
+    fp32_precision,
+    mkldnn_enabled,
+    set_fp32_precision,
+)
 
 __all__ = ["ON_CPU", "Settings", "now", "put"]
 
@@ -63,21 +74,13 @@ def now(*, on_accelerator: bool = False) -> Settings:
         torch.get_default_dtype(),
         precisions,
         _smallest / 2 == 0.0,  # whether this thread replaces denormal numbers by zero
-        torch.backends.mkldnn.enabled,
-        (
-            torch.are_deterministic_algorithms_enabled(),
-            torch.is_deterministic_algorithms_warn_only_enabled(),
-        ),
+        mkldnn_enabled(),
+        (are_deterministic(), are_only_warned()),
     )
     if not on_accelerator:
         return found
-    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
-    return (
-        *found,
-        (cudnn.enabled, cudnn.benchmark, cudnn.deterministic),
-        matmul.allow_fp16_reduced_precision_reduction,
-        matmul.allow_bf16_reduced_precision_reduction,
-    )
+    cudnn = cudnn_enabled(), cudnn_benchmark(), cudnn_deterministic()
+    return (*found, cudnn, fp16_sums(), bf16_sums())
 
 
 def _mkldnn(enabled: bool) -> None:
