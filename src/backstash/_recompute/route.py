@@ -98,8 +98,9 @@ class RouteOp:
         self.count = raw.ended
         """How many states there are after it."""
         made = [each for each in (*raw.states, *(each[3] for each in raw.written)) if each]
-        self.index = made[0].device.index or 0 if made else 0
-        """Of its accelerator."""
+        device = made[0].device if made else torch.device("cpu")
+        self.index = -1 if device.type == "cpu" else device.index or 0
+        """Of its accelerator; -1: of the CPU."""
 
 
 class Discard(NamedTuple):
@@ -278,14 +279,13 @@ class ForwardTape(Tape):  # type: ignore[no-untyped-call]
                 if name not in step.kwargs or not self._is_same(value, step.kwargs[name]):
                     return False
         settings = step.settings
-        if len(settings) > ON_CPU:
+        if step.index >= 0:
             stream = current_stream(step.index)
             if self._stream is None:
                 self._stream = stream
             elif stream != self._stream:
                 return False
-            return now(on_accelerator=True) == settings
-        return self._stream is None and now() == settings
+        return now(on_accelerator=len(settings) > ON_CPU) == settings
 
     def _are_operands(self, pairs: Iterable[tuple[Any, Any]]) -> bool:
         """Whether arguments are those of the route."""
@@ -298,6 +298,15 @@ class ForwardTape(Tape):  # type: ignore[no-untyped-call]
                     return False
                 continue
             try:
+                if known.place != (
+                    value.dtype,
+                    value.shape,
+                    value.stride(),
+                    value.storage_offset(),
+                    value.is_conj(),
+                    value.is_neg(),
+                ):
+                    return False
                 storage = value.untyped_storage()
                 memory = memories.get(storage_identity(storage))
                 if (
@@ -308,15 +317,6 @@ class ForwardTape(Tape):  # type: ignore[no-untyped-call]
                     if not self._is_first(value, storage, known):
                         return False
                 elif memory.state is not known.state:
-                    return False
-                if known.place != (
-                    value.dtype,
-                    value.shape,
-                    value.stride(),
-                    value.storage_offset(),
-                    value.is_conj(),
-                    value.is_neg(),
-                ):
                     return False
             except (NotImplementedError, RuntimeError):  # it has no storage, strides, or version
                 return False
