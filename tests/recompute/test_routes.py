@@ -1,0 +1,451 @@
+"""Routes: a forward that does what an earlier one did is compared with it; any other is recorded."""
+
+import copy
+import gc
+import math
+from collections import Counter
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import backstash._recompute.route as routes
+from backstash import Stash
+from backstash._torch.storages import keep_identity
+from backstash.errors import InplaceError
+
+WIDTH, ROWS = 64, 257
+
+
+@pytest.fixture
+def followed(monkeypatch):
+    """How many operations followed a route, and how many forwards left one."""
+    count = Counter()
+    follow, differ = routes.ForwardTape._follow, routes.ForwardTape._differ
+
+    def following(tape, *given):
+        result = follow(tape, *given)
+        count["followed"] += result is not NotImplemented
+        return result
+
+    def differing(tape):
+        count["left"] += tape.route is not None
+        return differ(tape)
+
+    monkeypatch.setattr(routes.ForwardTape, "_follow", following)
+    monkeypatch.setattr(routes.ForwardTape, "_differ", differing)
+    return count
+
+
+class Net(nn.Module):
+    """``way`` is what one step does otherwise than the others."""
+
+    def __init__(self, act):
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.norm, self.batch_norm = nn.LayerNorm(WIDTH), nn.BatchNorm1d(WIDTH)
+        self.register_buffer("table", torch.randn(4, ROWS, WIDTH))
+        self.act, self.way, self.other = act, 0, None
+
+    def forward(self, x):
+        h = self.act(self, self.first(self.norm(x)))
+        return x + self.second(torch.tanh(h) * h)
+
+
+def bits(value):
+    return value.detach().clone().view(torch.int32)
+
+
+def train(act, ways, *, with_stash, around=None, **options):
+    """What each step computes, in bits."""
+    torch.manual_seed(0)
+    net = Net(act)
+    twin = copy.deepcopy(net)
+    stash = Stash(keep="1GiB", **options)
+    if with_stash:
+        stash.recompute(net, twin)
+    found = []
+    for number, way in enumerate(ways):
+        torch.manual_seed(100 + number)
+        x = torch.randn(ROWS, WIDTH, requires_grad=True)
+        net.way = twin.way = way
+        net.other = twin.other = torch.randn(ROWS, WIDTH)
+        with around(way) if around is not None else torch.enable_grad():
+            if with_stash:
+                with stash:
+                    out = twin(net(x))
+            else:
+                out = twin(net(x))
+            out.square().mean().backward()
+        found.append([bits(out), bits(x.grad)])
+        for each in (net, twin):
+            found[-1] += [bits(p.grad) for p in each.parameters() if p.grad is not None]
+            found[-1] += [bits(b) for b in each.buffers() if b.is_floating_point()]
+            each.zero_grad()
+    return found
+
+
+def are_equal(left, right):
+    return all(
+        len(one) == len(other) and all(map(torch.equal, one, other))
+        for one, other in zip(left, right, strict=True)
+    )
+
+
+def scaled(net, h):
+    return torch.sigmoid(h.mul((2.0, 3.0)[net.way]))
+
+
+def signed_zero(net, h):
+    return torch.copysign(torch.sigmoid(h), (0.0, -0.0)[net.way])
+
+
+def typed(net, h):
+    return torch.sigmoid(h) + torch.arange(WIDTH).div((2, 2.0)[net.way], rounding_mode=None)
+
+
+def powered(net, h):
+    return torch.sigmoid(h).sum(1, keepdim=True).expand(h.shape).clamp(min=(1, 31.5)[net.way])
+
+
+def swapped(net, h):
+    g = torch.sigmoid(h)
+    return torch.sub(g, h) if net.way == 0 else torch.sub(h, g)
+
+
+def aliased(net, h):
+    g = torch.sigmoid(h)
+    return torch.atan2(g, h if net.way == 0 else g)
+
+
+def other_memory(net, h):
+    return torch.sigmoid(h * (net.table[0] if net.way == 0 else net.other))
+
+
+def other_place(net, h):
+    return torch.sigmoid(h * net.table[1 + net.way])
+
+
+def other_order(net, h):
+    return torch.sigmoid(h) * (net.table[0] if net.way == 0 else net.table[0].t().contiguous().t())
+
+
+def in_list(net, h):
+    g = torch.sigmoid(h)
+    parts = (g[:, :32], h[:, 32:]) if net.way == 0 else (h[:, :32], g[:, 32:])
+    return torch.cat(parts, 1)
+
+
+def by_name(net, h):
+    return torch.sigmoid(torch.clamp(h, min=(-0.5, -0.25)[net.way]))
+
+
+def longer(net, h):
+    for _ in range(1 + net.way):
+        h = torch.sigmoid(h)
+    return h
+
+
+def another(net, h):
+    return torch.sigmoid(h) if net.way == 0 else torch.tanh(h)
+
+
+def dropped(net, h):
+    return torch.sigmoid(F.dropout(h, (0.5, 0.0)[net.way]))
+
+
+def undropped(net, h):
+    return torch.sigmoid(F.dropout(h, (0.0, 0.5)[net.way]))
+
+
+def normed(net, h):
+    net.batch_norm.train(net.way == 0)
+    return torch.sigmoid(net.batch_norm(h))
+
+
+def in_place(net, h):
+    g = torch.sigmoid(h) * 2
+    g = g.add_(1) if net.way == 0 else g.sub_(1)
+    return torch.tanh(g)
+
+
+def filled(net, h):
+    g = torch.empty_like(h)
+    g.copy_(h if net.way == 0 else net.other)
+    return torch.sigmoid(h * g)
+
+
+def without_grad(net, h):
+    with torch.set_grad_enabled(net.way == 0):
+        g = torch.sigmoid(h)
+    return g * torch.sigmoid(h)
+
+
+def unseen_version(net, h):
+    g = torch.sigmoid(h.detach())
+    if net.way == 1:
+        torch._C._autograd._unsafe_set_version_counter((g,), (5,))
+    return torch.sigmoid(h * g)
+
+
+def caught(net, h):
+    if net.way == 1:
+        try:
+            torch.sigmoid(h) @ torch.ones(3)
+        except RuntimeError:
+            pass
+    return torch.sigmoid(h)
+
+
+def masked(net, h):
+    return torch.where(torch.rand_like(h) > 0.5, torch.sigmoid(h), h)
+
+
+def saved_more(net, h):
+    g = torch.sigmoid(h)
+    if net.way == 1:
+        g = g * g.exp()
+    return g
+
+
+class Doubling(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.save_for_backward(x)
+        ctx.factor = factor
+        return x.sin() * factor
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return grad * x.cos() * ctx.factor, None
+
+
+def by_function(net, h):
+    return torch.sigmoid(Doubling.apply(h, (2.0, 3.0)[net.way]))
+
+
+ACTS = [
+    scaled, signed_zero, typed, powered, swapped, aliased, other_memory, other_place, other_order, in_list,
+    by_name, longer, another, dropped, undropped, normed, in_place, filled, without_grad, unseen_version,
+    caught, masked, saved_more, by_function,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("act", ACTS, ids=lambda act: act.__name__)
+def test_a_forward_that_differs_from_the_route_is_recorded(act, followed):
+    """Each way is the usual one once, and differs once: step 3 is the first that follows."""
+    for ways in ([0, 0, 0, 0, 1, 0, 1, 1, 0], [1, 1, 1, 1, 0, 1, 0, 0, 1]):
+        plain = train(act, ways, with_stash=False)
+        followed.clear()
+        assert are_equal(train(act, ways, with_stash=True), plain)
+        assert followed["followed"] > 20
+
+
+def test_memory_that_is_written_unseen_raises(followed):
+    """As without a route: see docs/explanation/replay.md."""
+
+    def act(net, h):
+        g = torch.full((ROWS, WIDTH), 2.0)
+        if net.way == 1:
+            g.detach().numpy()[:] = 3.0
+        return torch.sigmoid(h * g)
+
+    train(act, [0] * 5, with_stash=True)
+    assert followed["followed"] and not followed["left"]
+    with pytest.raises(InplaceError, match="gave different bits"):
+        train(act, [0, 0, 0, 0, 1], with_stash=True)
+
+
+def _cast(way):
+    return torch.autocast("cpu", torch.bfloat16, enabled=way == 1)
+
+
+class _Flushed:
+    def __init__(self, way):
+        self.on = way == 1
+
+    def __enter__(self):
+        torch.set_flush_denormal(self.on)
+
+    def __exit__(self, *_):
+        torch.set_flush_denormal(False)
+
+
+class _Threads:
+    def __init__(self, way):
+        self.count = 1 + way
+
+    def __enter__(self):
+        self.before = torch.get_num_threads()
+        torch.set_num_threads(self.count)
+
+    def __exit__(self, *_):
+        torch.set_num_threads(self.before)
+
+
+def small(net, h):
+    return torch.sigmoid(h) * 1e-22 * 1e-20 * 1e38
+
+
+@pytest.mark.parametrize("around", [_cast, _Flushed, _Threads])
+def test_other_settings_are_another_route(around, followed):
+    ways = [0, 0, 0, 0, 1, 0, 1, 1, 0]
+    plain = train(small, ways, with_stash=False, around=around)
+    followed.clear()
+    assert are_equal(train(small, ways, with_stash=True, around=around), plain)
+    assert followed["left"] >= 1 and followed["followed"] > 20
+
+
+@pytest.mark.parametrize("act", [scaled, in_list, normed, in_place, masked, dropped])
+def test_what_does_the_same_follows_to_its_end(act, followed):
+    ways = [0] * 6
+    plain = train(act, ways, with_stash=False)
+    followed.clear()
+    assert are_equal(train(act, ways, with_stash=True, verify="always"), plain)
+    assert followed["left"] == 0 and followed["followed"] > 40
+
+
+def test_a_module_that_often_differs_follows_no_longer(followed):
+    ways = [0, 0, 0, 1, 1, 1, 1, 1, 1, 1]
+    train(scaled, ways, with_stash=True)
+    assert followed["left"] == 2 * routes._MOST_MISSES
+
+
+def test_two_shapes_have_a_route_each(followed):
+    net = Net(another)
+    stash = Stash(keep="1GiB")
+    stash.recompute(net)
+    for number in range(8):
+        x = torch.randn(ROWS + number % 2, WIDTH)
+        with stash:
+            loss = net(x).square().mean()
+        if number >= 4:
+            assert followed.pop("followed") == len(_only(stash, net, x)), number
+        loss.backward()
+        followed.clear()
+    assert followed["left"] == 0
+
+
+def _only(stash, net, x):
+    """The operations of one forward that are no views."""
+    seen = []
+    record = routes.Tape._record
+
+    class Counting(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            from backstash._torch.schemas import operation_of
+
+            if not operation_of(func).is_view:
+                seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Counting():
+        net(x)
+    assert record is routes.Tape._record
+    return seen
+
+
+def test_a_step_that_follows_makes_no_objects_of_its_own(monkeypatch, followed):
+    net = Net(another)
+    stash = Stash(keep="1GiB")
+    stash.recompute(net)
+    made = Counter()
+    for kind in (routes.State, routes.Op, routes.Made, routes.Outside):
+        begin = kind.__init__
+
+        def counting(self, *given, begin=begin, kind=kind, **named):
+            made[kind.__name__] += 1
+            begin(self, *given, **named)
+
+        monkeypatch.setattr(kind, "__init__", counting)
+    for _ in range(4):
+        made.clear()
+        with stash:
+            loss = net(torch.randn(ROWS, WIDTH)).square().mean()
+        loss.backward()
+    assert not made and followed["followed"]
+
+
+class Forked(nn.Module):
+    """Two results, of which each needs a mask of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.masks = []
+
+    def forward(self, x):
+        masks = [torch.rand(ROWS, WIDTH) for _ in range(2)]
+        self.masks = [keep_identity(each.untyped_storage()) for each in masks]
+        first = torch.sigmoid(self.linear(x) * masks[0]).square()
+        return first, torch.tanh(first * masks[1]).square()
+
+
+def test_an_operand_is_released_with_the_last_that_needs_it(followed):
+    net, stash = Forked(), Stash(keep="1GiB")
+    stash.recompute(net)
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(5):
+            with stash:
+                first, second = net(torch.randn(ROWS, WIDTH))
+            loss = first.sum()
+            early, late = net.masks
+            assert not early.expired() and not late.expired()
+            del second
+            assert late.expired() and not early.expired()
+            del first
+            loss.backward()
+            del loss
+            assert early.expired()
+    finally:
+        gc.enable()
+    assert followed["followed"]
+
+
+def test_an_operand_that_was_not_held_before_is_held_now(followed):
+    """The route's third save needs only the mask if what comes before it was discarded, too. Once a save before
+    it is not made, its needs are walked anew."""
+
+    class Choosing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+            self.saves = True
+
+        def forward(self, x):
+            h = torch.sigmoid(self.linear(x))
+            with torch.set_grad_enabled(self.saves):
+                g = h.detach() if not self.saves else h
+            return torch.tanh(g * 2).square() + h
+
+    found = []
+    for with_stash in (False, True):
+        torch.manual_seed(0)
+        net, stash = Choosing(), Stash(keep="1GiB")
+        if with_stash:
+            stash.recompute(net)
+        found.append([])
+        for number in range(8):
+            torch.manual_seed(number)
+            net.saves = number != 5
+            x = torch.randn(ROWS, WIDTH)
+            if with_stash:
+                with stash:
+                    loss = net(x).square().mean()
+            else:
+                loss = net(x).square().mean()
+            found[-1].append([bits(each) for each in torch.autograd.grad(loss, net.parameters())])
+    assert are_equal(*found) and followed["followed"]
+
+
+def test_nan_among_the_constants_is_never_the_same(followed):
+    def act(net, h):
+        return torch.nan_to_num(torch.sigmoid(h), nan=math.nan)
+
+    ways = [0] * 5
+    assert are_equal(train(act, ways, with_stash=True), train(act, ways, with_stash=False))
+    assert followed["left"]
