@@ -4,6 +4,7 @@ import copy
 import gc
 import math
 from collections import Counter
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -137,8 +138,63 @@ def in_list(net, h):
     return torch.cat(parts, 1)
 
 
+def in_longer_list(net, h):
+    g = torch.sigmoid(h)
+    more = () if net.way == 0 else (g[:, :0],)
+    return torch.cat((g[:, :32], h[:, 32:], *more), 1)
+
+
+def other_part(net, h):
+    part = torch.sigmoid(h)[:, 32 * net.way :][:, :32]
+    return torch.cat((part * 2, part), 1)
+
+
 def by_name(net, h):
-    return torch.sigmoid(torch.clamp(h, min=(-0.5, -0.25)[net.way]))
+    return torch.sub(torch.sigmoid(h), h, alpha=(2, 3)[net.way])
+
+
+def by_tensor(net, h):
+    return torch.sigmoid(h * (2.0 if net.way == 0 else net.other))
+
+
+class Shifted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        out = x.sin()
+        out.numpy()[:] += 1
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+def in_function(net, h):
+    return torch.sigmoid(h) * torch.tanh((h.sin() if net.way == 0 else Shifted.apply(h)) * 2)
+
+
+def in_function_without_grad(net, h):
+    with torch.no_grad():
+        g = h.sin() if net.way == 0 else Shifted.apply(h)
+    return torch.sigmoid(h) * torch.tanh(g + h)
+
+
+def several_written(net, h):
+    """What writes to several tensors is not replayed, and its arguments are not compared."""
+    g = [torch.sigmoid(h.detach()), h * 2, h * 3]
+    torch._foreach_add_(g[: 2 + net.way], 1)
+    return torch.tanh(g[0] * g[1]) * g[2]
+
+
+def held_elsewhere(net, h):
+    """A save that the stash does not see, and later one that it did not see before: the numbers after them are
+    the same."""
+    inner = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
+    with inner if net.way == 1 else nullcontext():
+        g = torch.sigmoid(h * net.norm.weight)
+    net.other.requires_grad_(net.way == 1)
+    scaled = net.other * net.norm.bias
+    return torch.tanh(g + scaled).square()
 
 
 def longer(net, h):
@@ -228,6 +284,8 @@ def by_function(net, h):
 
 ACTS = [
     scaled, signed_zero, typed, powered, swapped, aliased, other_memory, other_place, other_order, in_list,
+    in_longer_list, other_part, by_tensor, in_function, in_function_without_grad, several_written,
+    held_elsewhere,
     by_name, longer, another, dropped, undropped, normed, in_place, filled, without_grad, unseen_version,
     caught, masked, saved_more, by_function,
 ]  # fmt: skip
@@ -449,3 +507,19 @@ def test_nan_among_the_constants_is_never_the_same(followed):
     ways = [0] * 5
     assert are_equal(train(act, ways, with_stash=True), train(act, ways, with_stash=False))
     assert followed["left"]
+
+
+def test_what_a_plan_keeps_is_another_route():
+    known, x = routes.Routes(), torch.ones(4, 4)
+    for follows in (False, True):
+        for kept in (frozenset(), frozenset((0,))):
+            tape = routes.ForwardTape(known, kept)
+            tape.enter()
+            y = x.sin()
+            if kept:
+                tape.take_as_given(y)
+            y.cos()
+            tape.leave()
+            assert (tape.route is not None) is follows
+            tape.make_route()
+            tape.end()

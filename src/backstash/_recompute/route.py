@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .._torch.modules import is_running
 from .._torch.schemas import has_complex
@@ -39,7 +39,6 @@ from .tape import (
     Tape,
     WriteOp,
     flat,
-    outside_state,
     place_of,
 )
 
@@ -56,7 +55,7 @@ _CONSTANTS = (
 class Known:
     """A tensor among the arguments of a route's operation."""
 
-    __slots__ = ("is_first", "is_weight", "outside", "place", "state")
+    __slots__ = ("is_first", "outside", "place", "state")
 
     def __init__(self, state: State, place: Place, outside: Outside | None = None) -> None:
         self.state = state
@@ -65,7 +64,6 @@ class Known:
         """Set if no replay computes it. Each forward has a value of its own for it."""
         self.is_first = False
         """Whether the forward meets this memory here for the first time."""
-        self.is_weight = False
 
 
 class RouteOp:
@@ -146,11 +144,11 @@ class Route:
         if kind is Made:
             return Known(argument.state, argument.place)
         if kind is Outside:
-            state, is_weight = self._states[argument]
+            state = self._states[argument]
             if state is None:
                 raise _NoRouteError  # its memory cannot be identified
             known = Known(state, argument.kind[0], argument)
-            known.is_first, known.is_weight = state not in self._seen, is_weight
+            known.is_first = state not in self._seen
             self._seen.add(state)
             return known
         if kind is list or kind is tuple:
@@ -241,7 +239,7 @@ class ForwardTape(Tape):  # type: ignore[no-untyped-call]
         step = route.steps[at]
         if func is not step.func or not PLAIN.issuperset(types):
             return self._differ()
-        if not (self._is_as(step, args, kwargs) if step.may_replay else not has_complex(args)):
+        if step.may_replay and not self._is_as(step, args, kwargs):
             return self._differ()
         writes: list[WriteOp] = []
         if step.written or operation.writes:
@@ -252,7 +250,10 @@ class ForwardTape(Tape):  # type: ignore[no-untyped-call]
                 return self._differ()
             for each in writes:
                 self._begin_write(each)
-        result = func(*args, **kwargs)
+        if step.may_replay:
+            result = func(*args, **kwargs)
+        else:
+            result = self._call(func, args, kwargs, has_complex(args))
         self._count, self._states = at + 1, step.count
         for each, (*_, state) in zip(writes, step.written, strict=True):
             if each.tensor.untyped_storage().nbytes() != each.nbytes:
@@ -331,8 +332,7 @@ class ForwardTape(Tape):  # type: ignore[no-untyped-call]
         if type(known) is Known:
             return kind in PLAIN and self._are_operands(((value, known),))
         if type(known) is Scratch:
-            is_plain = kind in PLAIN and value.device == known.device
-            return is_plain and bool(place_of(value) == known.place)
+            return kind in PLAIN
         if kind is not type(known):
             return False
         if kind is list or kind is tuple:
@@ -344,11 +344,12 @@ class ForwardTape(Tape):  # type: ignore[no-untyped-call]
         return repr(value) == repr(known)  # 0.0 is not -0.0
 
     def _is_first(self, tensor: Tensor, storage: torch.UntypedStorage, known: Known) -> bool:
-        """Whether the tape sees the tensor's memory for the first time, as the route did; then record it."""
+        """Whether the tape sees the tensor's memory for the first time, as the route did; then record it.
+
+        Which memory it is does not matter, as long as no other has the state: each forward holds its own."""
         if not known.is_first or tensor.layout is not torch.strided:
             return False
-        is_weight = isinstance(tensor, nn.Parameter)
-        if is_weight is not known.is_weight or tensor.device != known.state.device:
+        if tensor.device != known.state.device:
             return False
         identity, version = storage_identity(storage), tensor._version
         memory = self._memories.get(identity)
@@ -359,7 +360,7 @@ class ForwardTape(Tape):  # type: ignore[no-untyped-call]
         return True
 
     def _take_results(self, step: RouteOp, results: Sequence[Tensor]) -> None:
-        """Give the results the states of ``step``. A result that it lacks is as the program's own."""
+        """Give the results the states of ``step``. Any other result is as the program's own."""
         memories = self._memories
         states = step.states if len(step.states) == len(results) else (None,) * len(results)
         for tensor, state in zip(results, states, strict=True):
@@ -371,9 +372,8 @@ class ForwardTape(Tape):  # type: ignore[no-untyped-call]
             memory = memories.get(identity)
             if memory is not None and memory() is not None:
                 continue  # memory of an argument or of an earlier result
-            if state is None or tensor.device != state.device:
-                self._differ()
-                state = outside_state(tensor)
+            if state is None:
+                continue
             if len(memories) >= self._sweep_at:
                 self._know(storage, identity, state, 0)
                 continue

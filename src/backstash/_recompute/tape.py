@@ -84,7 +84,6 @@ __all__ = [
     "leaf_of",
     "leave_for_backward",
     "operands_of",
-    "outside_state",
     "place_of",
     "unpacked",
 ]
@@ -402,8 +401,8 @@ class Tape(SilentMode):
         """Whether :meth:`_follow` is asked for each operation."""
         self.steps: list[RawStep] | None = None
         """What a route is made of; ``None``: none is."""
-        self.outside_states: dict[Outside, tuple[State | None, bool]] = {}
-        """Of each operand, its state, and whether it is a parameter, if a route is made."""
+        self.outside_states: dict[Outside, State | None] = {}
+        """The state of each operand, if a route is made."""
         self.is_recording = True
         self.number = -1
         """Number of its step, on a context's tape."""
@@ -751,10 +750,10 @@ class Tape(SilentMode):
         memory = self._memories.get(identity)
         version = 0 if tensor.is_inference() else tensor._version
         if memory is None or memory() is None:
-            memory = self._know(storage, identity, outside_state(tensor), version)
+            memory = self._know(storage, identity, _outside(tensor), version)
         elif version > memory.version + memory.writes:
             # Something that the tape did not see wrote to it.
-            memory.state, memory.version = outside_state(tensor), version - memory.writes
+            memory.state, memory.version = _outside(tensor), version - memory.writes
         return memory
 
     def _know(
@@ -845,7 +844,7 @@ class Tape(SilentMode):
             if outside not in self._held:
                 self.tensors.setdefault(outside, tensor)
             if self.steps is not None:
-                self.outside_states[outside] = state, isinstance(tensor, torch.nn.Parameter)
+                self.outside_states[outside] = state
         op.before.append(outside)
         return outside
 
@@ -1057,7 +1056,7 @@ def _depth(op: Op) -> int:
     return 1 + max((each.state.depth for each in op.reads), default=0)
 
 
-def outside_state(tensor: Tensor) -> State:
+def _outside(tensor: Tensor) -> State:
     """Return a state for memory that the tape did not see written."""
     is_weight = isinstance(tensor, torch.nn.Parameter)
     key = hash((is_weight, place_of(tensor), tensor.device))
