@@ -157,6 +157,8 @@ class Call:
         self._pack_smaller = (
             region.admission.hook_packing(thread_state) if planned is None else self._pack_exact
         )
+        # Who names a module promises not to change what it reads.
+        self._relies_on = self._is_saved if region.is_found else None
         self._task = task_or_none()
         self._count = 0
         self._held: list[weakref.ref[Held]] = []
@@ -269,19 +271,23 @@ class Call:
 
     def _discard_as(self, discard: Discard, tensor: Tensor, tape: ForwardTape) -> object:
         """Discard a tensor as the route says."""
-        reason = tape.hold_for(discard, self._hold_operand, self._relies_on)
-        if reason:
-            return self._refuse(tensor, reason)
-        held = Held(self, discard.state, discard.place, tensor)
-        held.needs = tape.needs_of(discard.state)
+        needs = tape.hold_for(discard, self._hold_operand, self._relies_on)
+        if isinstance(needs, str):
+            return self._refuse(tensor, needs)
+        state = discard.state
+        held = Held(self, state, discard.place, tensor)
+        held.needs = needs
         if self._discarded == self._sampled or self._is_thorough or tensor.is_cpu:
             held.told = self._sample(tensor)
         else:
             self._discarded += 1
-        self._count_discarded(held)
+        which = state.number, discard.place
+        if which not in self._counted:
+            self._counted.add(which)
+            self._discarded_bytes += held.nbytes
         self._held.append(weakref.ref(held))
         if self._planned is not None:
-            self._planned.note_discarded(tensor, discard.state.number)
+            self._planned.note_discarded(tensor, state.number)
         return held
 
     def _handled(self, held: Held, tensor: Tensor, number: int, tape: ForwardTape) -> object:
@@ -319,12 +325,9 @@ class Call:
             return held
         return packed
 
-    def _relies_on(self, operand: Tensor) -> bool:
-        """Whether a replay may read ``operand`` without a copy. In a module that the program named it may: who
-        names a module promises not to change it. Otherwise plain PyTorch must raise an error, too, if the
-        program changes it before backward."""
-        if not self.region.is_found:
-            return True
+    def _is_saved(self, operand: Tensor) -> bool:
+        """Whether a replay may read ``operand`` without a copy: plain PyTorch, too, raises if the program changes
+        it before backward."""
         return (storage_identity(operand.untyped_storage()), operand._version) in self._saved
 
     def _refuse(self, tensor: Tensor, reason: str) -> object:

@@ -30,6 +30,7 @@ from .tape import (
     PLAIN,
     Made,
     Memory,
+    Needs,
     Op,
     Outside,
     Place,
@@ -110,7 +111,7 @@ class Discard(NamedTuple):
     """Operands to hold first."""
     ops: tuple[Op, ...]
     """The operations that read them."""
-    after: tuple[Op, ...]
+    after: frozenset[Op]
     """The operations before these: their operands must be held already."""
 
 
@@ -392,7 +393,7 @@ class ForwardTape(Tape):  # type: ignore[no-untyped-call]
                 place,
                 tuple(dict.fromkeys(each for op in ops for each in op.before)),
                 tuple(ops),
-                tuple(each for each in before.difference(ops) if each is not None),
+                frozenset(each for each in before.difference(ops) if each is not None),
             )
 
     def discards(self, discard: Discard, tensor: Tensor) -> bool:
@@ -417,20 +418,25 @@ class ForwardTape(Tape):  # type: ignore[no-untyped-call]
                 tensor.is_conj(),
                 tensor.is_neg(),
             )
-            and all(each in self._needs for each in discard.after)
+            and self._needs.keys() >= discard.after
         )
 
     def hold_for(
         self,
         discard: Discard,
         pack: Callable[[Tensor, bool], object],
-        relies_on: Callable[[Tensor], bool],
-    ) -> str:
-        """As :meth:`want`, for what :meth:`discards` returned."""
-        reason = self.hold(discard.needed, pack, relies_on) if discard.needed else ""
-        if not reason:
-            self.note_needs(discard.ops, discard.needed, discard.after)
-        return reason
+        relies_on: Callable[[Tensor], bool] | None,
+    ) -> Needs | str:
+        """Hold what a replay of ``discard`` needs, after :meth:`discards`. Return it, or why that fails."""
+        needed, held, known = discard.needed, self._held, self._needs
+        if needed and (reason := self.hold(needed, pack, relies_on)):
+            return reason
+        needs = Needs(
+            {each: held[each] for each in needed}, [known[each] for each in discard.after]
+        )
+        for each in discard.ops:
+            known[each] = needs
+        return needs
 
     def make_route(self) -> None:
         """Make a route of this forward."""

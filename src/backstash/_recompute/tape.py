@@ -902,14 +902,15 @@ class Tape(SilentMode):
         self,
         state: State,
         pack: Callable[[Tensor, bool], object],
-        relies_on: Callable[[Tensor], bool] = lambda tensor: True,
+        relies_on: Callable[[Tensor], bool] | None = None,
     ) -> str:
         """Hold what a replay of ``state`` needs.
 
         Args:
             state: the state to be discarded.
             pack: hold a tensor in the stash; its second argument is whether the tensor holds random numbers.
-            relies_on: whether a replay may read an operand without a copy, since it will not change.
+            relies_on: whether a replay may read an operand without a copy, since it will not change; ``None``:
+                it may read each.
 
         Returns:
             Why it cannot be discarded; ``""`` if it can.
@@ -955,7 +956,7 @@ class Tape(SilentMode):
         self,
         needed: Collection[Outside],
         pack: Callable[[Tensor, bool], object],
-        relies_on: Callable[[Tensor], bool],
+        relies_on: Callable[[Tensor], bool] | None,
     ) -> str:
         """Hold these operands: see :meth:`want`."""
         tensors, held = self.tensors, self._held
@@ -969,20 +970,21 @@ class Tape(SilentMode):
             # The program may write a buffer before backward; that is no error if autograd did not save it.
             if each.is_random:
                 continue
-            if is_small(tensor):
+            if not tensor.requires_grad and is_small(tensor):
                 copies.add(each)
-            elif not relies_on(tensor):
+            elif relies_on is not None and not relies_on(tensor):
                 if not is_small(tensor, also_trained=True):
                     return _UNSAVED
                 copies.add(each)
         for each in needed:
-            if each not in held:  # it may be an operand of two operations
-                tensor = tensors[each]
-                if each in copies:
-                    held[each] = [copied(tensor), None]
-                else:
-                    was = None if each.is_random else told(tensor)
-                    held[each] = [pack(tensor, each.is_random), was]
+            if each in held:
+                continue  # it may be an operand of two operations
+            tensor = tensors[each]
+            if each in copies:
+                held[each] = [copied(tensor), None]
+            else:
+                was = None if each.is_random or tensor.requires_grad else told(tensor)
+                held[each] = [pack(tensor, each.is_random), was]
         return ""
 
     def _leading_to(self, state: State) -> list[Op]:
