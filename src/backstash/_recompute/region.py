@@ -326,8 +326,7 @@ class Call:
         return packed
 
     def _is_saved(self, operand: Tensor) -> bool:
-        """Whether a replay may read ``operand`` without a copy: plain PyTorch, too, raises if the program changes
-        it before backward."""
+        """Whether a replay may read ``operand`` without a copy: plain PyTorch also raises if it changes."""
         return (storage_identity(operand.untyped_storage()), operand._version) in self._saved
 
     def _refuse(self, tensor: Tensor, reason: str) -> object:
