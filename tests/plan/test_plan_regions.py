@@ -5,6 +5,7 @@ import json
 import pickle
 import random
 import time
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -752,3 +753,30 @@ def test_a_stash_that_is_closed_in_the_forward_of_a_found_module_leaves_no_tape(
     handle.remove()
     assert not dispatch_modes() and not hooks_of_all_modules()
     gc.collect()
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_forward_leaves_nothing_to_the_garbage_collector(named, memory, tmp_path, monkeypatch):
+    """What it holds would be released late, and count as memory until then."""
+    begun = []
+    begin = regions.Call.__init__
+
+    def beginning(call, *given, **options):
+        begin(call, *given, **options)
+        begun.append(weakref.ref(call))
+
+    monkeypatch.setattr(regions.Call, "__init__", beginning)
+    net, stash = model(), memory(budget=OTHER + SAVED // 2 + 8 * MIB, disk=tmp_path)
+    handle = stash.recompute(*net) if named else None
+    assert count(settle(net, stash), "region") >= 1
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(4):
+            begun.clear()
+            step(net, stash)
+            assert begun and not any(each() for each in begun)
+    finally:
+        gc.enable()
+    assert (handle is not None) is named
+    stash.close()

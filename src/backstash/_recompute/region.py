@@ -157,8 +157,6 @@ class Call:
         self._pack_smaller = (
             region.admission.hook_packing(thread_state) if planned is None else self._pack_exact
         )
-        # Who names a module promises not to change what it reads.
-        self._relies_on = self._is_saved if region.is_found else None
         self._task = task_or_none()
         self._count = 0
         self._held: list[weakref.ref[Held]] = []
@@ -324,6 +322,11 @@ class Call:
             self._unknown.append((held, tensor.detach(), tensor._version))
             return held
         return packed
+
+    @property
+    def _relies_on(self) -> Callable[[Tensor], bool] | None:
+        # Who names a module promises not to change what it reads. Held here, the method would be a cycle.
+        return self._is_saved if self.region.is_found else None
 
     def _is_saved(self, operand: Tensor) -> bool:
         """Whether a replay may read ``operand`` without a copy: plain PyTorch also raises if it changes."""
