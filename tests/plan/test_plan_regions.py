@@ -755,28 +755,32 @@ def test_a_stash_that_is_closed_in_the_forward_of_a_found_module_leaves_no_tape(
     gc.collect()
 
 
-@pytest.mark.parametrize("named", [True, False])
-def test_a_forward_leaves_nothing_to_the_garbage_collector(named, memory, tmp_path, monkeypatch):
+@pytest.mark.parametrize("is_found", [False, True])
+def test_a_forward_leaves_nothing_to_the_garbage_collector(is_found, memory, tmp_path, monkeypatch):
     """What it holds would be released late, and count as memory until then."""
     begun = []
-    begin = regions.Call.__init__
+    begin, begin_region = regions.Call.__init__, regions.Region.__init__
 
     def beginning(call, *given, **options):
         begin(call, *given, **options)
         begun.append(weakref.ref(call))
 
+    def of_the_stash(region, *given, **options):
+        begin_region(region, *given, **options)
+        region.is_found = is_found  # as if the program had not named it
+
     monkeypatch.setattr(regions.Call, "__init__", beginning)
+    monkeypatch.setattr(regions.Region, "__init__", of_the_stash)
     net, stash = model(), memory(budget=OTHER + SAVED // 2 + 8 * MIB, disk=tmp_path)
-    handle = stash.recompute(*net) if named else None
-    assert count(settle(net, stash), "region") >= 1
-    gc.collect()
-    gc.disable()
-    try:
-        for _ in range(4):
-            begun.clear()
-            step(net, stash)
-            assert begun and not any(each() for each in begun)
-    finally:
-        gc.enable()
-    assert (handle is not None) is named
+    with stash.recompute(*net):
+        assert count(settle(net, stash), "region") >= 1
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(4):
+                begun.clear()
+                step(net, stash)
+                assert begun and not any(each() for each in begun)
+        finally:
+            gc.enable()
     stash.close()
