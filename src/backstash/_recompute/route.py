@@ -72,7 +72,7 @@ class RouteOp:
 
     __slots__ = (
         "args",
-        "count",
+        "device_index",
         "func",
         "index",
         "is_grad_enabled",
@@ -80,25 +80,30 @@ class RouteOp:
         "may_replay",
         "settings",
         "states",
+        "states_after",
         "written",
     )
 
     def __init__(self, raw: RawStep, known: Callable[[Any], Any]) -> None:
         op = raw.op
         self.func = op.func
+        self.index = op.index
         self.may_replay = not raw.reason
         """Whether it can be replayed. The arguments of others do not matter: what they compute is held."""
-        self.args = tuple(known(each) for each in op.args)
-        self.kwargs = {name: known(each) for name, each in op.kwargs.items()}
+        self.args: tuple[Any, ...] = ()
+        self.kwargs: dict[str, Any] = {}
+        if self.may_replay:
+            self.args = tuple(known(each) for each in op.args)
+            self.kwargs = {name: known(each) for name, each in op.kwargs.items()}
         self.settings = op.settings
         self.is_grad_enabled = op.is_grad_enabled
         self.states = tuple(raw.states)
         self.written = tuple(raw.written)
-        self.count = raw.ended
+        self.states_after = raw.ended
         """How many states there are after it."""
         made = [each for each in (*raw.states, *(each[3] for each in raw.written)) if each]
         device = made[0].device if made else torch.device("cpu")
-        self.index = -1 if device.type == "cpu" else device.index or 0
+        self.device_index = -1 if device.type == "cpu" else device.index or 0
         """Of its accelerator; -1: of the CPU."""
 
 
@@ -203,6 +208,7 @@ class ForwardTape(Tape):  # type: ignore[no-untyped-call]
         self._key: Any = None
         self.route: Route | None = None
         """The route that it follows."""
+        self._at = 0  # the number of the route's operations that it has followed
         self.saves: dict[int, Discard] = {}
         """What the route that it makes will discard."""
 
@@ -226,12 +232,13 @@ class ForwardTape(Tape):  # type: ignore[no-untyped-call]
         """Follow no route from here on."""
         if self.route is not None:
             self.route.misses += 1
+            self.given = self.given.copy()
         self.route, self.may_follow = None, False
         return NotImplemented
 
     def _follow(self, func: Any, operation: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        route, at = self.route, self._count
-        if route is None and not at:
+        route, at = self.route, self._at
+        if route is None and not self._count:
             route = self._begin(func, args)
         if route is None or at >= len(route.steps):
             return self._differ()
@@ -243,19 +250,23 @@ class ForwardTape(Tape):  # type: ignore[no-untyped-call]
         if step.may_replay and not self._is_as(step, args, kwargs):
             return self._differ()
         writes: list[WriteOp] = []
-        if step.written or operation.writes:
-            in_training = operation.train_at >= 0 and operation.writes_statistics(args)
+        in_training = operation.train_at >= 0 and operation.writes_statistics(args)
+        if step.written or operation.writes or in_training:
             writes, why = self._writes_of(operation, args, kwargs, "", in_training=in_training)
             found = [(each.place, each.fills, each.is_statistic) for each in writes]
             if (why and step.may_replay) or found != [each[:3] for each in step.written]:
                 return self._differ()
             for each in writes:
                 self._begin_write(each)
-        if step.may_replay:
-            result = func(*args, **kwargs)
-        else:
-            result = self._call(func, args, kwargs, has_complex(args))
-        self._count, self._states = at + 1, step.count
+        try:
+            if step.may_replay:
+                result = func(*args, **kwargs)
+            else:
+                result = self._call(func, args, kwargs, has_complex(args))
+        except BaseException:
+            self._differ()  # the program may call it again, with other operands
+            raise
+        self._at, self._count, self._states = at + 1, step.index + 1, step.states_after
         for each, (*_, state) in zip(writes, step.written, strict=True):
             if each.tensor.untyped_storage().nbytes() != each.nbytes:
                 state = State(each.tensor.device, f"{operation.name} resized its memory")
@@ -281,8 +292,8 @@ class ForwardTape(Tape):  # type: ignore[no-untyped-call]
                 if name not in step.kwargs or not self._is_same(value, step.kwargs[name]):
                     return False
         settings = step.settings
-        if step.index >= 0:
-            stream = current_stream(step.index)
+        if step.device_index >= 0:
+            stream = current_stream(step.device_index)
             if self._stream is None:
                 self._stream = stream
             elif stream != self._stream:
@@ -333,7 +344,8 @@ class ForwardTape(Tape):  # type: ignore[no-untyped-call]
         if type(known) is Known:
             return kind in PLAIN and self._are_operands(((value, known),))
         if type(known) is Scratch:
-            return kind in PLAIN
+            # Their type decides which kernel runs.
+            return kind in PLAIN and bool(place_of(value) == known.place)
         if kind is not type(known):
             return False
         if kind is list or kind is tuple:

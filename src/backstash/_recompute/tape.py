@@ -965,8 +965,8 @@ class Tape(SilentMode):
             if each in held:
                 continue
             tensor = tensors.get(each)
-            if tensor is None:
-                return _CHANGED
+            if tensor is None or (each.kind[0] and self.state_of(tensor) is None):
+                return _CHANGED  # perhaps by another thread
             # The program may write a buffer before backward; that is no error if autograd did not save it.
             if each.is_random:
                 continue
