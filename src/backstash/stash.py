@@ -595,7 +595,7 @@ class Stash:
             # If it was loaded for this use alone, its memory has no other owner.
             return hand_out(view) if has_other_owners(view) else view
         if kind is Held:
-            return self.unpack(packed.call.value(packed, self._thread_state()))
+            return self.unpack(packed.call.value(packed))
         if kind is WrapperEntry:
             rebuilt: Tensor = packed.rebuild(self.unpack)
             return rebuilt if type(current_node()) in RETURNS_NONE else hand_out(rebuilt)

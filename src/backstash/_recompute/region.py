@@ -518,24 +518,21 @@ class Call:
         """The module's path."""
         return clean(module_path(self._modules))
 
-    def value(self, held: Held, thread_state: ThreadState) -> Any:
+    def value(self, held: Held) -> Any:
         """Return what the stash packed ``held`` as, or the recomputed tensor with its version."""
         if held.packed is not None:
             return held.packed
         if self.region.session.section.is_nested():
             # This call interrupts another one: do not wait, and do not change shared state.
             return self._compute([held])[0]
-        with self._own_lock():
+        if self._lock[0] != os.getpid():  # in a forked process
+            self._lock = os.getpid(), threading.RLock()
+        with self._lock[1]:
             task = task_or_none()
             if held.made is None:
                 self._make(held, task)
             made, held.made, held.used_in = held.made, None, task
             return made
-
-    def _own_lock(self) -> Any:
-        if self._lock[0] != os.getpid():  # in a forked process
-            self._lock = os.getpid(), threading.RLock()
-        return self._lock[1]
 
     def _make(self, held: Held, task: int) -> None:
         wanted = [held]
@@ -555,7 +552,7 @@ class Call:
         region = self.region
         try:
             targets = [(each.state, each.place) for each in wanted]
-            held = operands_of(each.needs for each in wanted if each.needs is not None)
+            held = operands_of([each.needs for each in wanted if each.needs is not None])
             values = replay(targets, lambda each: unpacked(held[each], region.unpack))
         except InplaceError as error:
             raise InplaceError(

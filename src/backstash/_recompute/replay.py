@@ -6,7 +6,7 @@ computed. Running statistics are updated in temporary memory, which is then disc
 
 from __future__ import annotations
 
-from collections import Counter
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -22,10 +22,10 @@ from .._torch.dispatch import (
     without_dispatch_modes,
     without_function_modes,
 )
-from .._torch.schemas import argument_of, tensors_of
+from .._torch.schemas import argument_of
 from .._torch.tensors import toggle_bits
 from .settings import Settings, put
-from .tape import Made, Op, Outside, Place, Scratch, State
+from .tape import Made, Op, Outside, Place, Scratch, State, flat
 
 __all__ = ["Given", "Timed", "Values", "replay", "run", "view_of"]
 
@@ -47,7 +47,7 @@ def replay(
     for state, place in wanted:
         places.setdefault(state.number, []).append(place)
     values = Values(places, value)
-    run(_leading_to(state for state, _ in wanted), values, timed)
+    run(_leading_to([state for state, _ in wanted]), values, timed)
     return [values.found[state.number, place] for state, place in wanted]
 
 
@@ -71,8 +71,13 @@ class Timed:
 
 def run(ops: list[Op], values: Values, timed: Timed | None = None) -> None:
     """Call ``ops``, in order, and let go of each value after its last use."""
-    uses = Counter(read.number for op in ops for read in op.reads)
-    held_uses = Counter(id(each) for op in ops for each in op.before)
+    uses: dict[int, int] = {}
+    held_uses: dict[int, int] = {}
+    for op in ops:
+        for read in op.reads:
+            uses[read.number] = uses.get(read.number, 0) + 1
+        for outside in op.before:
+            held_uses[id(outside)] = held_uses.get(id(outside), 0) + 1
     with _alone():
         is_grad_enabled = False
         for settings, together in _runs(ops):
@@ -90,7 +95,7 @@ def run(ops: list[Op], values: Values, timed: Timed | None = None) -> None:
                         if not uses[read.number]:
                             values.tensors.pop(read.number, None)
                     for each in op.made:
-                        if not uses[each.number]:
+                        if not uses.get(each.number):
                             values.tensors.pop(each.number, None)
                     for outside in op.before:
                         held_uses[id(outside)] -= 1
@@ -106,7 +111,7 @@ def _leading_to(states: Iterable[State]) -> list[Op]:
         if op is not None and op not in seen:
             seen.add(op)
             todo += [each.state for each in op.reads]
-    return sorted(seen, key=lambda op: op.index)
+    return sorted(seen, key=operator.attrgetter("index"))
 
 
 def _runs(ops: Iterable[Op]) -> Iterator[tuple[Settings, list[Op]]]:
@@ -128,6 +133,11 @@ class Given:
 
     def __init__(self, index: int) -> None:
         self.index = index
+
+
+_OPERANDS = frozenset(
+    (Given, Made, Outside, Scratch, list, tuple)
+)  # arguments that are, or may have, operands
 
 
 class Values:
@@ -158,10 +168,14 @@ class Values:
             number = before.number
             for place in self._places.get(number, ()):  # a wanted value is about to be overwritten
                 self.found[number, place] = snapshot(self.found[number, place])
-        args = [self._value(each) for each in op.args]
-        kwargs = {name: self._value(each) for name, each in op.kwargs.items()}
+        args = []
+        for argument in op.args:
+            args.append(self._value(argument) if type(argument) in _OPERANDS else argument)
+        kwargs = {}
+        for name, argument in op.kwargs.items():
+            kwargs[name] = self._value(argument) if type(argument) in _OPERANDS else argument
         result = op.func(*args, **kwargs)
-        results = [result] if type(result) is Tensor else [*tensors_of(result)]
+        results = (result,) if type(result) is Tensor else flat(result)
         for each in op.made:
             if each.argument is None:
                 tensor = results[each.result]
@@ -194,6 +208,12 @@ def _at(tensor: Tensor, place: Place) -> Tensor:
     """Return a tensor at ``place`` in the memory of ``tensor``."""
     dtype, shape, stride, offset, _, neg = place
     if tensor.dtype is dtype and not (neg or dtype.is_complex or tensor.is_neg()):
+        if (
+            tensor.shape == shape
+            and tensor.stride() == stride
+            and tensor.storage_offset() == offset
+        ):
+            return tensor
         return tensor.as_strided(shape, stride, offset)
     return view_of(tensor.untyped_storage(), tensor.device, place)
 
