@@ -167,9 +167,8 @@ class Call:
         self._discarded = 0
         self._discarded_bytes = 0
         self._counted: set[tuple[int, Place]] = set()  # states and places in _discarded_bytes
-        self._saved: set[tuple[int, int]] = (
-            set()
-        )  # storages at versions, of a module that was found
+        # The storages that were saved, with versions. Who names a module promises not to change what it reads.
+        self._saved: set[tuple[int, int]] | None = set() if region.is_found else None
         self._unknown: list[tuple[Held, Tensor, int]] = []  # yet to be compared: with their memory
         self._traced: list[
             tuple[int, Held]
@@ -204,7 +203,7 @@ class Call:
         """Pack a tensor that autograd saves while the module runs."""
         tape, planned = self.tape, self._planned
         assert tape is not None
-        if self.region.is_found:
+        if self._saved is not None:
             try:
                 identity = storage_identity(tensor.untyped_storage())
             except (NotImplementedError, RuntimeError):  # see storage_of()
@@ -269,7 +268,7 @@ class Call:
 
     def _discard_as(self, discard: Discard, tensor: Tensor, tape: ForwardTape) -> object:
         """Discard a tensor as the route says."""
-        needs = tape.hold_for(discard, self._hold_operand, self._relies_on)
+        needs = tape.hold_for(discard, self._hold_operand, self._saved)
         if isinstance(needs, str):
             return self._refuse(tensor, needs)
         state = discard.state
@@ -311,7 +310,7 @@ class Call:
         """Hold a tensor of a forward that is only recorded."""
         tape = self.tape
         assert tape is not None
-        reason = tape.want(held.state, self._hold_operand, self._relies_on)
+        reason = tape.want(held.state, self._hold_operand, self._saved)
         if reason:
             return self._refuse(tensor, reason)
         packed = planned.pack(number, tensor, self._pack)
@@ -322,15 +321,6 @@ class Call:
             self._unknown.append((held, tensor.detach(), tensor._version))
             return held
         return packed
-
-    @property
-    def _relies_on(self) -> Callable[[Tensor], bool] | None:
-        # Who names a module promises not to change what it reads. Held here, the method would be a cycle.
-        return self._is_saved if self.region.is_found else None
-
-    def _is_saved(self, operand: Tensor) -> bool:
-        """Whether a replay may read ``operand`` without a copy: plain PyTorch also raises if it changes."""
-        return (storage_identity(operand.untyped_storage()), operand._version) in self._saved
 
     def _refuse(self, tensor: Tensor, reason: str) -> object:
         if reason != UNSEEN:  # which is usually an input of the module
@@ -377,7 +367,7 @@ class Call:
         ``""``."""
         region, state = self.region, held.state
         reason = region.refused.get(state.key, "")
-        reason = reason or tape.want(state, self._hold_operand, self._relies_on)
+        reason = reason or tape.want(state, self._hold_operand, self._saved)
         if reason:
             return reason
         held.needs = tape.needs_of(state)
@@ -472,7 +462,8 @@ class Call:
         tape.end()
         region.discards = self._discarded
         self._counted.clear()
-        self._saved.clear()
+        if self._saved is not None:
+            self._saved.clear()
         region.admission.discarded_bytes += self._discarded_bytes
 
     def _compare(

@@ -14,7 +14,7 @@ the saves are counted and not the operations.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -437,11 +437,11 @@ class ForwardTape(Tape):  # type: ignore[no-untyped-call]
         self,
         discard: Discard,
         pack: Callable[[Tensor, bool], object],
-        relies_on: Callable[[Tensor], bool] | None,
+        saved: Set[tuple[int, int]] | None,
     ) -> Needs | str:
         """Hold what a replay of ``discard`` needs, after :meth:`discards`. Return it, or why that fails."""
         needed, held, known = discard.needed, self._held, self._needs
-        if needed and (reason := self.hold(needed, pack, relies_on)):
+        if needed and (reason := self.hold(needed, pack, saved)):
             return reason
         needs = Needs(
             {each: held[each] for each in needed}, [known[each] for each in discard.after]

@@ -21,7 +21,7 @@ from __future__ import annotations
 import sys
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, MutableMapping
+from collections.abc import Callable, Collection, Iterable, MutableMapping, Set
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -902,15 +902,15 @@ class Tape(SilentMode):
         self,
         state: State,
         pack: Callable[[Tensor, bool], object],
-        relies_on: Callable[[Tensor], bool] | None = None,
+        saved: Set[tuple[int, int]] | None = None,
     ) -> str:
         """Hold what a replay of ``state`` needs.
 
         Args:
             state: the state to be discarded.
             pack: hold a tensor in the stash; its second argument is whether the tensor holds random numbers.
-            relies_on: whether a replay may read an operand without a copy, since it will not change; ``None``:
-                it may read each.
+            saved: the storages, with versions, that a replay may read without a copy: if the program changes
+                them before backward, plain PyTorch raises an error, too. ``None``: it may read each.
 
         Returns:
             Why it cannot be discarded; ``""`` if it can.
@@ -919,7 +919,7 @@ class Tape(SilentMode):
             return state.reason
         new = self._latest = self._leading_to(state)
         needed = [each for op in new for each in op.before]
-        reason = self.hold(needed, pack, relies_on)
+        reason = self.hold(needed, pack, saved)
         if not reason:
             before = [state.maker, *(each.state.maker for op in new for each in op.reads)]
             self.note_needs(new, needed, before)
@@ -956,7 +956,7 @@ class Tape(SilentMode):
         self,
         needed: Collection[Outside],
         pack: Callable[[Tensor, bool], object],
-        relies_on: Callable[[Tensor], bool] | None,
+        saved: Set[tuple[int, int]] | None,
     ) -> str:
         """Hold these operands: see :meth:`want`."""
         tensors, held = self.tensors, self._held
@@ -972,7 +972,9 @@ class Tape(SilentMode):
                 continue
             if not tensor.requires_grad and is_small(tensor):
                 copies.add(each)
-            elif relies_on is not None and not relies_on(tensor):
+            elif saved is not None and (
+                (storage_identity(tensor.untyped_storage()), tensor._version) not in saved
+            ):
                 if not is_small(tensor, also_trained=True):
                     return _UNSAVED
                 copies.add(each)
