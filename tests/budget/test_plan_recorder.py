@@ -139,6 +139,17 @@ def test_memory_that_moved_between_two_saves_makes_no_step_a_larger_one():
         assert ended.saved_bytes == (10 if is_again else 13) * MIB
 
 
+def test_what_a_compared_forward_holds_makes_no_step_a_larger_one():
+    """A region that is compared holds some of what it discards later: here 2 of 100 MiB."""
+    for discarded, is_larger in ((0, True), (90 * MIB, False)):
+        shape = StepShape(begins_as_known=False)
+        shape.follow([MIB] * 10, discarded)
+        found = [shape.count(MIB // 2, is_planned=True) for _ in range(23)]
+        assert any(found) is is_larger
+        ended = shape.begin_step(is_first=False)
+        assert shape.is_alike(ended, by_blocks=True) is not is_larger
+
+
 def test_memory_that_moved_between_two_saves_is_one_block_of_a_trace():
     """Its second block is of a step that did not know yet that it would be saved again."""
     step = record(

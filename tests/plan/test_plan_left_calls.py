@@ -293,6 +293,20 @@ def test_whole_calls_are_tried_once_unless_they_are_predicted_to_take_long(secon
         assert solving.found[1].choices == ("disk",) * 3 + ("keep",) * 9 and not solving.is_trying
 
 
+def test_a_plan_that_was_tried_stays_only_if_it_is_faster():
+    trace = trace_of_calls(0.1)
+    before = ("disk",) * 3 + ("keep",) * 9
+    for seconds in (0.99, 1.01):
+        solving = solving_of(before, trace)
+        solving.timed(1.0)
+        whole = follow(trace, (REGION,) * 12, Windows(0, 0), allowed=["keep", "disk", REGION])
+        assert solving.try_whole_calls(whole.forecast.peak_bytes + 8 * MIB)
+        solving.take()
+        solving.timed(seconds)
+        assert solving.is_new is (seconds > 1)
+        assert (solving.found[1].choices == before) is (seconds > 1)
+
+
 def test_the_blocks_of_left_calls_have_no_choice():
     """Only the others are seen."""
     choices = Choices([("m.* erf #0 1 B", [("left", 2), ("disk", 1), ("keep", 1)])])

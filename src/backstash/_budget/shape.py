@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 __all__ = ["EndedStep", "StepShape"]
 
-_ALIKE = 0.02  # two steps of one shape differ by at most this part of their blocks' bytes
+_ALIKE = 0.02  # two steps of one shape differ by at most this part of what they save
 _MORE = 8  # a step is larger if it saves 1/8 more than any step before
 _OFTEN = 16  # checks come every 1/16 of that once a step was mistaken for a larger one
 _MOST_AWAITED = 64
@@ -191,6 +191,12 @@ class StepShape:
         """Expect no other larger step: a plan is being made for one."""
         self._awaited = 0
 
+    @property
+    def _differing_bytes(self) -> int:
+        """How much the blocks of two steps of one shape differ at most: by a part of all that the step saves,
+        with what regions discard. A forward that is compared holds some of that."""
+        return int(_ALIKE * (self.known_bytes + self._discarded_bytes))
+
     def begin_plan(self, asked_bytes: int) -> None:
         """Record the bytes of the step that is being planned for, each storage counted as often as it was
         saved."""
@@ -206,7 +212,7 @@ class StepShape:
         self.known_bytes, self._discarded_bytes = sum(held), discarded_bytes
         self._known_first_bytes = held[0] if held else 0
         self._most_first_bytes = max(self._most_first_bytes, self._known_first_bytes)
-        self._most_saved_bytes = int(self.known_bytes * (1 + _ALIKE))
+        self._most_saved_bytes = self.known_bytes + self._differing_bytes
         self._known_asked_bytes = self._planned_asked_bytes
         self._most_asked_bytes = max(self._most_asked_bytes, self._known_asked_bytes)
 
@@ -223,7 +229,7 @@ class StepShape:
         """Whether a step saved as much as the planned one; compared by blocks, or by all saves where not every
         tensor that stays is a block."""
         if by_blocks:
-            return abs(ended.saved_bytes - self.known_bytes) <= _ALIKE * self.known_bytes
+            return abs(ended.saved_bytes - self.known_bytes) <= self._differing_bytes
         known = self._known_asked_bytes
         return abs(ended.asked_bytes - known) <= known / _MORE
 

@@ -145,13 +145,15 @@ class Solving:
 
     def timed(self, seconds: float) -> None:
         """Record what the steps of the plan that is followed take. Follow another one again whose steps took
-        less time; the prediction said otherwise. Each plan is left for another one at most once."""
+        less time; the prediction said otherwise. Each plan is left for another one at most once, one that was
+        tried for any that is faster."""
+        enough = 0.0 if self.is_trying else _FASTER
         self._trial = None
         assert self.taken is not None
         choices = self.taken[1].choices
         self._timed[choices] = seconds, self.taken
         least, fastest = min(self._timed.values(), key=lambda each: each[0])
-        if least < (1 - _FASTER) * seconds:
+        if least < (1 - enough) * seconds:
             del self._timed[choices]
             self.found = fastest
 
