@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from types import FrameType
 from typing import Any, NamedTuple, Protocol
 
@@ -102,7 +101,6 @@ class _Choice(NamedTuple):
 
 
 _DEFAULT = _Choice()
-_NO_CONTEXT = nullcontext()
 _MORE_LEFT = 8  # a call that is left may save 1/8 more than when it was measured
 
 
@@ -260,7 +258,7 @@ class Admission:
         tape = recorder.saves(thread_state) if recorder is not None else None
         if tape is None:
             return self._pack_untaped(tensor, thread_state, storage, packs=packs, exact=exact)
-        with tape.aside() if tape.is_recording else _NO_CONTEXT:  # a region has paused its own
+        with tape.aside():
             packed = self._pack_untaped(tensor, thread_state, storage, packs=packs, exact=exact)
             tape.note_packed(tensor, packed)
             return packed

@@ -65,8 +65,11 @@ class Recorder:
             return True
         if self.only_modules:
             return False
-        planners, has_ended = self._session.planners, self._session.predictor.is_used
-        return any(each.may_recompute(has_ended=has_ended) for each in planners.values())
+        has_ended = self._session.predictor.is_used
+        for each in self._session.planners.values():
+            if each.may_recompute(has_ended=has_ended):
+                return True
+        return False
 
     def saw(self, modules: Sequence[nn.Module], path: str, nbytes: int) -> None:
         """See :meth:`Naming.saw`."""
@@ -97,10 +100,11 @@ class Recorder:
             self.end(thread_state)
 
     def saves(self, thread_state: ThreadState) -> Tape | None:
-        """Return the tape for a tensor that is about to be saved. Each step gets a tape of its own."""
+        """Return the context's tape, if it has one, for a tensor that is about to be saved. Each step gets a tape
+        of its own."""
         tape: Tape | None = thread_state.tape
         if tape is not None and not tape.is_of_context:
-            return tape  # of a module's forward; it is paused while this runs
+            return None  # of a module's forward; it is paused while this runs
         is_old = tape is not None and tape.number != self._session.predictor.next_pass
         if tape is not None and (is_old or not tape.is_recording):
             self.end(thread_state)

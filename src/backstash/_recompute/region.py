@@ -299,9 +299,7 @@ class Call:
         elif self._keeps and planned is not None:
             return self._trace(held, tensor, number, planned)
         else:
-            reason = self._discard(held, tensor, tape)
-            if not reason and tensor.requires_grad:
-                tape.note_discarded(number, held.state, held.place)
+            reason = self._discard(held, tensor, number, tape)
             if planned is not None and not reason:
                 planned.note_discarded(tensor, held.state.number)
         return self._refuse(tensor, reason) if reason else held
@@ -362,15 +360,25 @@ class Call:
         # Not on the simulated accelerator: there the tensor was overwritten before its copy had ended.
         return is_random and tensor.device.type == "cpu"
 
-    def _discard(self, held: Held, tensor: Tensor, tape: ForwardTape) -> str:
+    def _discard(self, held: Held, tensor: Tensor, number: int, tape: ForwardTape) -> str:
         """Discard the tensor, or hold it until it has been compared. Return why it cannot be discarded, or
         ``""``."""
         region, state = self.region, held.state
         reason = region.refused.get(state.key, "")
-        reason = reason or tape.want(state, self._hold_operand, self._saved)
         if reason:
             return reason
-        held.needs = tape.needs_of(state)
+        discard = tape.discard_of(number, state, held.place)
+        if discard is not None:
+            needs = tape.hold_for(discard, self._hold_operand, self._saved)
+            if isinstance(needs, str):
+                return needs
+            held.needs = needs
+        else:
+            reason = tape.want(state, self._hold_operand, self._saved)
+            if reason:
+                return reason
+            held.needs = tape.needs_of(state)
+            tape.note_discarded(number, state, held.place)
         if state.key in region.known:
             held.packed = None
             held.told = self._sample(tensor)

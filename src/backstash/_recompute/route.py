@@ -409,7 +409,7 @@ class ForwardTape(Tape):  # type: ignore[no-untyped-call]
             )
 
     def discards(self, discard: Discard, tensor: Tensor) -> bool:
-        """Whether ``tensor`` is what the route discards so."""
+        """Whether ``tensor``, whose operation has filled it, is what the route discards so."""
         if type(tensor) is not Tensor or not tensor.requires_grad:
             return False
         try:
@@ -432,6 +432,13 @@ class ForwardTape(Tape):  # type: ignore[no-untyped-call]
             )
             and self._needs.keys() >= discard.after
         )
+
+    def discard_of(self, number: int, state: State, place: Place) -> Discard | None:
+        """Return the route's discard for the save of this number, which was filled later, if it is this."""
+        found = self.route.saves.get(number) if self.route is not None else None
+        if found is None or found.state is not state or found.place != place:
+            return None
+        return found if self._needs.keys() >= found.after else None
 
     def hold_for(
         self,

@@ -851,7 +851,8 @@ class Tape(SilentMode):
     # Queries.
 
     def note_packed(self, tensor: Tensor, packed: object) -> None:
-        """Record that the stash saved ``tensor`` as ``packed``: replays can now start from it."""
+        """On a context's tape, record that the stash saved ``tensor`` as ``packed``: replays can now start from
+        it."""
         if type(packed) is not Entry:
             if type(packed) is not WrapperEntry:
                 self._note_saved(tensor, None)
@@ -865,7 +866,7 @@ class Tape(SilentMode):
     def _note_saved(self, tensor: Tensor, block: Any) -> None:
         """Record that ``block`` holds all of the tensor's memory, or, with ``None``, that autograd holds it
         unpacked."""
-        memory = self._memory(tensor) if self._most is not None else None
+        memory = self._memory(tensor)
         if memory is None or memory.state.reason == ALLOCATES:
             return
         state = memory.state

@@ -32,6 +32,7 @@ class FirstOf(Codec):
     def __init__(self, *codecs: Codec) -> None:
         self.codecs = codecs
         self.exact = all(each.exact for each in codecs)
+        self._name = f"FirstOf({', '.join(map(repr, codecs))})"
 
     def encode(self, values: Tensor) -> Encoded | str:
         """See :meth:`Codec.encode`."""
@@ -49,7 +50,7 @@ class FirstOf(Codec):
         codec.decode(payload, its_recipe, out)
 
     def __repr__(self) -> str:
-        return f"FirstOf({', '.join(map(repr, self.codecs))})"
+        return self._name
 
 
 EXACT = FirstOf(Constant(), Bits(), TwoValued(), Narrow(), Zeros())
