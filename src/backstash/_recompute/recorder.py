@@ -100,8 +100,7 @@ class Recorder:
             self.end(thread_state)
 
     def saves(self, thread_state: ThreadState) -> Tape | None:
-        """Return the context's tape, if there is one, for a tensor that is about to be saved. Each step gets one
-        of its own."""
+        """Return the context's tape for a tensor that is about to be saved. Each step gets its own."""
         tape: Tape | None = thread_state.tape
         if tape is not None and not tape.is_of_context:
             return None  # of a module's forward; it is paused while this runs
