@@ -281,6 +281,8 @@ class Admission:
             thread_state.nested_saves += 1
             thread_state.nested_bytes += _nbytes_of(tensor)
             return _in_place(tensor, NESTED)
+        if thread_state.waiting:
+            self.settle(thread_state)
         if tensor.is_leaf or tensor._base is not None:  # without a call for any other
             kept = self.keep_parameter(tensor, thread_state)
             if kept is not None:
@@ -315,10 +317,7 @@ class Admission:
         if reason:
             return self._stay(tensor, reason)
         with section.lock, section:
-            if thread_state.waiting:
-                session.drain()
-                session.settle(thread_state)
-            elif session.reclaim_queue:
+            if session.reclaim_queue:
                 session.drain()
             return self._pack_block(tensor, storage, thread_state, modules, tiers, choice)
 
