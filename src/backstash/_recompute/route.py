@@ -6,7 +6,7 @@ states for its results. A tensor that is to be discarded is looked up by the num
 
 States, operations and operands have no values (the tape has them), so forwards can share them, on
 several threads, too. Where a forward differs, its tape records from there on as if there were no route: it has
-the same objects that it would have made itself. So a route needs no check of its own to be exact.
+the same objects that it would have made itself.
 
 Deciding once and comparing afterwards is how TransformerEngine and Megatron-Core offload activations; there,
 the saves are counted and not the operations.
@@ -64,7 +64,7 @@ class Known:
         self.outside = outside
         """Set if no replay computes it. Each forward has a value of its own for it."""
         self.is_first = False
-        """Whether the forward meets this memory here for the first time."""
+        """Whether the forward uses this memory here for the first time."""
 
 
 class RouteOp:

@@ -322,10 +322,8 @@ class RawStep(NamedTuple):
     state."""
     is_plain: bool
     """Whether no operand is complex, and no kernel conjugates."""
-    began: int
-    """How many states there were before."""
     ended: int
-    """How many there were after it."""
+    """How many states there were after it."""
 
 
 class Op:
@@ -557,7 +555,7 @@ class Tape(SilentMode):
                 operation, args, kwargs, reason, in_training=in_training
             )
         op = Op(func, self._count)
-        self._count, began = self._count + 1, self._states
+        self._count += 1
         kinds: list[Any] = [id(func)]
         why, self._is_complex = reason, False
         if not reason:
@@ -601,7 +599,7 @@ class Tape(SilentMode):
                 (each.place, each.fills, each.is_statistic, each.memory.state) for each in writes
             ]
             is_plain = not (has_bits or operation.makes_bits)
-            self.steps.append(RawStep(op, reason, states, written, is_plain, began, self._states))
+            self.steps.append(RawStep(op, reason, states, written, is_plain, self._states))
         return result
 
     def _writes_of(
