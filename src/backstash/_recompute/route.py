@@ -410,6 +410,7 @@ class ForwardTape(Tape):  # type: ignore[no-untyped-call]
 
     def discards(self, discard: Discard, tensor: Tensor) -> bool:
         """Whether ``tensor``, whose operation has filled it, is what the route discards so."""
+        # The place as in place_of(), without its call.
         if type(tensor) is not Tensor or not tensor.requires_grad:
             return False
         try:

@@ -252,7 +252,7 @@ def unpacked(held: list[Any], unpack: Callable[[Any], Tensor]) -> Tensor:
     """
     packed, was = held
     value = unpack(packed).detach()
-    if was is not None and told(value) != was:
+    if was is not None and fingerprint_of(value) != was:
         raise InplaceError(
             f"an input of shape {tuple(value.shape)} was changed since forward without a new version "
             "(NumPy, .data)"
@@ -984,7 +984,7 @@ class Tape(SilentMode):
             if each in copies:
                 held[each] = [copied(tensor), None]
             else:
-                was = None if each.is_random or tensor.requires_grad else told(tensor)
+                was = None if each.is_random or tensor.requires_grad else fingerprint_of(tensor)
                 held[each] = [pack(tensor, each.is_random), was]
         return ""
 
@@ -1080,7 +1080,7 @@ def is_small(tensor: Tensor, *, also_trained: bool = False) -> bool:
     return tensor.nbytes <= _MOST_COPIED_BYTES
 
 
-def told(tensor: Tensor) -> Any:
+def fingerprint_of(tensor: Tensor) -> Any:
     """Return a fingerprint of data from the program: a CPU tensor that requires no gradient."""
     if type(tensor) is not Tensor or tensor.requires_grad or tensor.device.type != "cpu":
         return None
