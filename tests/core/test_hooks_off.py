@@ -343,6 +343,22 @@ def test_where_the_step_does_not_fit_twice_only_a_known_one_has_none(memory, tmp
     stash.close()
 
 
+class Thrice(nn.Module):
+    """Saves its input three times."""
+
+    def forward(self, x):
+        return x.erf() + x.erf() + x.erf()
+
+
+def test_memory_that_is_saved_several_times_counts_once(memory, tmp_path):
+    """Three times what the step saves would not fit."""
+    net = nn.Sequential(*(Thrice() for _ in range(LAYERS)))
+    stash = memory(budget=OTHER + 39 * MIB, disk=tmp_path)
+    settle(lambda: step(net, stash), stash)
+    assert stash._planner.follower._shape.most_held_bytes == SAVED
+    stash.close()
+
+
 def test_a_step_that_is_measured_or_larger_has_hooks(settled):
     follower = settled._planner.follower
     step(model(), settled)

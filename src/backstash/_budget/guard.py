@@ -193,7 +193,7 @@ class MemoryGuard:
         """Whether the rest of a step fits although nobody looks at it.
 
         Args:
-            saved_bytes: the most that a step saved.
+            saved_bytes: the most that the saves of a step hold.
             peak_bytes: that steps are predicted to hold.
             is_known: the step began like those before it: then a tenth of the budget is to stay free. Else it
                 is to fit if it takes twice as much as any step did so far.

@@ -136,9 +136,13 @@ class StepShape:
         return self._saved_bytes
 
     @property
-    def most_asked_bytes(self) -> int:
-        """The most bytes that a step saved, each storage counted as often as it was saved."""
-        return self._most_asked_bytes
+    def most_held_bytes(self) -> int:
+        """An estimate of the most bytes that the saves of a step hold: what the planned step holds, in
+        proportion to how much was saved. A storage that is saved several times counts once."""
+        planned, most = self._planned_asked_bytes, self._most_asked_bytes
+        if not 0 < planned:
+            return most  # a loaded plan: its step was not seen
+        return (self.known_bytes + self._discarded_bytes) * max(planned, most) // planned
 
     def take_rest_as_known(self) -> None:
         """Assume that the rest of this step saves what the planned step saved: its saves are not seen."""
