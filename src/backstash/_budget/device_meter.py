@@ -62,7 +62,7 @@ class DeviceMeter(Meter):
             maxlen=3
         )  # of the last steps, on both clocks
         self._last_peak = self._known_peak = 0
-        self._is_reset = False  # whether the program has reset the allocator's peak
+        self._ever_bytes = 0  # the highest of all readings
         self._highest = 0  # known peak of this step
         self._origin: MemoryFigures | None = None  # at the last take() or forget()
 
@@ -71,10 +71,10 @@ class DeviceMeter(Meter):
         """See :meth:`Meter.known_peak_bytes`: the allocator's peak, if the step raised it."""
         return self._known_peak
 
-    def ever_peak_bytes(self) -> int | None:
-        """See :meth:`Meter.ever_peak_bytes`: the allocator's peak, if it never fell."""
+    def ever_peak_bytes(self) -> int:
+        """See :meth:`Meter.ever_peak_bytes`."""
         self._look()
-        return None if self._is_reset else self._last_peak
+        return self._ever_bytes
 
     def now(self) -> int:
         """See :meth:`Meter.now`."""
@@ -86,8 +86,8 @@ class DeviceMeter(Meter):
         figures = self._device.memory()
         if figures.peak_bytes != self._last_peak:
             self._highest = max(self._highest, figures.peak_bytes)
-        self._is_reset |= figures.peak_bytes < self._last_peak
         self._last_peak = figures.peak_bytes
+        self._ever_bytes = max(self._ever_bytes, figures.peak_bytes)
         self._highest = max(self._highest, figures.held_bytes)
         return figures
 

@@ -169,7 +169,10 @@ class Follower:
         if self._regions is not None and self._regions.has_any:
             return False  # they are tried, and compared
         return self._guard.fits_unseen(
-            shape.most_held_bytes, plan.predicted.peak_bytes, is_known=shape.begins_as_known
+            shape.most_held_bytes,
+            plan.predicted.peak_bytes,
+            is_known=shape.begins_as_known,
+            is_steady=shape.is_steady,
         )
 
     def choose(self, block: Block, tensor: Tensor, modules: Sequence[nn.Module]) -> str:

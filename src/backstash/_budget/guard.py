@@ -82,6 +82,9 @@ class MemoryGuard:
         # The larger of both since all blocks are unmanaged; None: they are not.
         self._left_growth: int | None = None
         self._has_plan = False
+        # Bytes held where this step and the one before first asked whether the rest may be unseen.
+        self._asked_at: int | None = None
+        self._asked_before: int | None = None
 
     def plan_for(self, grown_bytes: int, *, is_left: bool = False) -> bool:
         """Follow a plan whose steps grow by at most this many bytes.
@@ -148,6 +151,7 @@ class MemoryGuard:
     def begin_step(self) -> None:
         """Begin a step. The meter must have begun it already, since this may lower what is kept."""
         self._line = self._most_now = self.most
+        self._asked_before, self._asked_at = self._asked_at or self._asked_before, None
         self.avoided_bytes, self._avoided_bytes = self._avoided_bytes, 0
         self._used_bytes = self._held_before = self._raised_bytes = 0
         self._meter.raised_peak_bytes()  # discard what rose before the step
@@ -189,23 +193,33 @@ class MemoryGuard:
         # each of many small blocks is expensive.
         return _LOOK_BYTES // threads if left + self._margin >= 2 * _LOOK_BYTES else -1
 
-    def fits_unseen(self, saved_bytes: int, peak_bytes: int, *, is_known: bool) -> bool:
+    def fits_unseen(
+        self, saved_bytes: int, peak_bytes: int, *, is_known: bool, is_steady: bool
+    ) -> bool:
         """Whether the rest of a step fits although nobody looks at it.
+
+        It is expected to grow by as much as the highest step did from the same point, which need not be what
+        it saves: a process may still hold the free memory of the step before.
 
         Args:
             saved_bytes: the most that the saves of a step hold.
             peak_bytes: that steps are predicted to hold.
             is_known: the step began like those before it: then a tenth of the budget is to stay free. Else it
                 is to fit if it takes twice as much as any step did so far.
+            is_steady: the last steps saved the same: then a known one need not leave that tenth free.
         """
-        ever_bytes = self._meter.ever_peak_bytes()
-        if ever_bytes is None:
-            return False
         held = self.held()
-        growth = max(saved_bytes, ever_bytes - held, peak_bytes - held)
-        if is_known and held + growth <= self.most - self.most // _SPARE_PART:
+        if self._asked_at is None:
+            self._asked_at = held
+        if self._asked_before is None:
+            return False
+        highest = max(self._meter.ever_peak_bytes(), peak_bytes)
+        growth = max(0, highest - self._asked_before)
+        expected = max(highest, held + growth)
+        spare = 0 if is_steady else self.most // _SPARE_PART
+        if is_known and expected <= self.most - spare:
             return True
-        return held + 2 * growth <= self.most
+        return expected + max(growth, saved_bytes) <= self.most
 
     def take_highest(self) -> int:
         """Return the most bytes seen in a step since the last call."""

@@ -79,8 +79,9 @@ class Meter(ABC):
         """Most bytes held in the step that has just ended, if the device knows it; else 0."""
 
     @abstractmethod
-    def ever_peak_bytes(self) -> int | None:
-        """Return the most bytes ever held; ``None`` if unknown."""
+    def ever_peak_bytes(self) -> int:
+        """Return the most bytes ever held, as far as readings show. A peak that was reset before a reading
+        is unknown."""
 
     @abstractmethod
     def hear(self, told: tuple[Any, ...]) -> None:
@@ -198,7 +199,6 @@ class ProcessMeter(Meter):
         self._faults = 0  # page faults of the step before
         self._faults_before = _page_faults()  # total before this step
         self._peak_bytes = _peak_bytes()
-        self._ever_bytes: int | None = self._peak_bytes  # None: another tool has reset it
         try:
             self._last_bytes = self._read()
         except OSError as error:
@@ -246,14 +246,9 @@ class ProcessMeter(Meter):
         self._peak_bytes = peak_bytes
         return peak_bytes
 
-    def ever_peak_bytes(self) -> int | None:
-        """See :meth:`Meter.ever_peak_bytes`: the system's figure, if it never fell."""
-        ever_bytes = _peak_bytes()
-        if self._ever_bytes is not None and ever_bytes >= self._ever_bytes:
-            self._ever_bytes = ever_bytes
-        else:
-            self._ever_bytes = None
-        return self._ever_bytes
+    def ever_peak_bytes(self) -> int:
+        """See :meth:`Meter.ever_peak_bytes`."""
+        return max(self._peak_bytes, _peak_bytes())
 
     def hear(self, told: tuple[Any, ...]) -> None:
         """See :meth:`Meter.hear`."""

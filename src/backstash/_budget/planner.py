@@ -877,6 +877,8 @@ class Planner(Controller):
                 self.modules_wanted = True
         if self._device is None:  # an accelerator's allocator counts cached memory separately
             self._guard.note_used(nbytes)
+        elif not self._shape.is_seen:
+            self._guard.held()  # the program may reset the peak before the next step
         return self.follower.looks_in_backward(nbytes)
 
     def saved_again(self, block: Block) -> None:

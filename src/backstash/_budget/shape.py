@@ -17,6 +17,7 @@ _ALIKE = 0.02  # two steps of one shape differ by at most this part of what they
 _MORE = 8  # a step is larger if it saves 1/8 more than any step before
 _OFTEN = 16  # checks come every 1/16 of that once a step was mistaken for a larger one
 _MOST_AWAITED = 64
+_STEADY_STEPS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,7 @@ class StepShape:
         # In this step so far: blocks, those of them whose memory had moved before, and all saves.
         self._saved_bytes = self._again_bytes = self._asked_bytes = 0
         self._is_seen = True
+        self._steady_steps, self._steady_bytes = 0, 0  # seen in a row that saved the same, and how much
         self._known_asked_bytes = self._planned_asked_bytes = self._most_asked_bytes = 0
         # Steps that are still to be measured until one is as large, and the most of them.
         self._awaited, self._most_awaited = 0, 4
@@ -89,6 +91,10 @@ class StepShape:
         self._is_seen = True
         if not ended.was_larger and not is_first:
             self._most_asked_bytes = max(self._most_asked_bytes, ended.asked_bytes)
+        if ended.was_seen:
+            differs = abs(ended.asked_bytes - self._steady_bytes) > _ALIKE * self._steady_bytes
+            self._steady_steps = 0 if differs else self._steady_steps + 1
+            self._steady_bytes = ended.asked_bytes
         self.is_larger = self.is_unknown = self.manages_more = False
         self._ended_first_bytes = self._first_bytes
         self.counted = self._saved_bytes = self._again_bytes = self._asked_bytes = 0
@@ -143,6 +149,16 @@ class StepShape:
         if not 0 < planned:
             return most  # a loaded plan: its step was not seen
         return (self.known_bytes + self._discarded_bytes) * max(planned, most) // planned
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether the last few steps that were seen saved the same."""
+        return self._steady_steps >= _STEADY_STEPS
+
+    @property
+    def is_seen(self) -> bool:
+        """Whether all saves of this step so far were seen: see :meth:`take_rest_as_known`."""
+        return self._is_seen
 
     def take_rest_as_known(self) -> None:
         """Assume that the rest of this step saves what the planned step saved: its saves are not seen."""
