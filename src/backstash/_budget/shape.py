@@ -71,7 +71,10 @@ class StepShape:
         # In this step so far: blocks, those of them whose memory had moved before, and all saves.
         self._saved_bytes = self._again_bytes = self._asked_bytes = 0
         self._is_seen = True
-        self._steady_steps, self._steady_bytes = 0, 0  # seen in a row that saved the same, and how much
+        self._steady_steps, self._steady_bytes = (
+            0,
+            0,
+        )  # seen in a row that saved the same, and how much
         self._known_asked_bytes = self._planned_asked_bytes = self._most_asked_bytes = 0
         # Steps that are still to be measured until one is as large, and the most of them.
         self._awaited, self._most_awaited = 0, 4
