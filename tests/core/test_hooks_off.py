@@ -321,7 +321,7 @@ def test_a_policy_and_a_codec_are_asked_for_each(memory, tmp_path, option):
 def test_where_less_than_a_tenth_is_free_only_steady_steps_have_none(memory, tmp_path, is_steady):
     stash = memory(budget=OTHER + 3 * SAVED // 2, disk=tmp_path)
     nets = model(), model(LAYERS if is_steady else LAYERS - 2)
-    for number in range(12):
+    for number in range(26):
         step(nets[number % 2], stash)
         _ = stash.plan
     assert stash.plan.state == "left alone"
@@ -332,7 +332,7 @@ def test_where_less_than_a_tenth_is_free_only_steady_steps_have_none(memory, tmp
 def test_free_memory_that_a_process_still_holds_is_not_counted_twice(memory, tmp_path):
     stash, net = memory(budget=OTHER + 3 * SAVED // 2, disk=tmp_path), model()
     memory.other = lambda: OTHER + SAVED - memory.saved_bytes()  # as freed memory is used again
-    for _ in range(12):
+    for _ in range(26):
         step(net, stash)
         _ = stash.plan
     assert stash.stats().hooks_off

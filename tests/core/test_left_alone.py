@@ -56,7 +56,8 @@ def fitting(stash):
     return left.count if left is not None else 0
 
 
-def test_only_the_first_of_a_step_are_blocks(memory, tmp_path):
+def test_only_the_first_of_a_step_are_blocks(memory, tmp_path, monkeypatch):
+    monkeypatch.setattr(Follower, "fits_unseen", lambda _: False)
     stash = settled(memory, tmp_path)
     before, saves = fitting(stash), stash.stats().saves
     blocks, steps = stash.stats().eligible_bytes, stash._planner._steps

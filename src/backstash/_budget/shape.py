@@ -17,7 +17,7 @@ _ALIKE = 0.02  # two steps of one shape differ by at most this part of what they
 _MORE = 8  # a step is larger if it saves 1/8 more than any step before
 _OFTEN = 16  # checks come every 1/16 of that once a step was mistaken for a larger one
 _MOST_AWAITED = 64
-_STEADY_STEPS = 4
+_STEADY_STEPS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +155,7 @@ class StepShape:
 
     @property
     def is_steady(self) -> bool:
-        """Whether the last few steps that were seen saved the same."""
+        """Whether the last 16 steps that were seen saved the same."""
         return self._steady_steps >= _STEADY_STEPS
 
     @property
