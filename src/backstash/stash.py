@@ -134,8 +134,8 @@ class Stash:
             or three steps exceed one that a plan was to keep. Default ``False``.
 
     The stash removes its hooks for the rest of a context if a step of twice the size would fit. It also does
-    so if the step begins like those before it, and these left a tenth of the budget free, or fit and saved the
-    same. ``stats().hooks_off`` counts how often. Then the saved tensors are in no other figure. A tensor that
+    so if the step begins like those before it, and these left a tenth of the budget free, or 16 fit and saved
+    the same. ``stats().hooks_off`` counts how often. Then the saved tensors are in no other figure. A tensor that
     was changed in place raises PyTorch's own ``RuntimeError``. A step that suddenly saves more may exceed the
     budget, and so may the next one. The hooks stay on in a context around several steps, in attached modules,
     with ``policy``, ``codec`` or :meth:`recompute`, inside other hooks, and while a report records.

@@ -3,6 +3,7 @@ left."""
 
 import contextlib
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from backstash._core import hooks_off as _hooks_off
 from backstash._device.base import MemoryFigures
 from backstash._torch.hook_stack import current_pair
 from backstash.errors import InplaceError
-from backstash.testing import TwinDevice
+from backstash.testing import CountedDevice, TwinDevice, stash_on
 from counted_memory import MIB, OTHER, CountedMemory, Erf
 
 LAYERS = 16  # of which each saves 1 MiB
@@ -292,6 +293,21 @@ def test_what_an_accelerator_ever_held_stays_known_when_its_peak_is_reset():
         known.append(meter.ever_peak_bytes() // MIB)
     assert known == [3, 5, 5, 6]
     meter.stop()
+
+
+def test_an_accelerator_s_peak_is_read_where_backward_ends(monkeypatch):
+    """Where no hooks were on, and the program resets the peak before the next step."""
+    device, net = CountedDevice(), model(8)
+    stash = stash_on(device, budget="1GiB", min_bytes=0)
+    settle(lambda: step(net, stash), stash)
+    meter, memory = stash._planner._meter, device.memory
+    with within(stash):
+        loss = net(given() * 2).sum()
+    with monkeypatch.context() as patch:
+        patch.setattr(device, "memory", lambda: replace(memory(), peak_bytes=1 << 40))
+        loss.backward()
+    assert meter.ever_peak_bytes() == 1 << 40
+    stash.close()
 
 
 def test_other_memory_that_comes_puts_them_on(settled, memory):

@@ -151,7 +151,8 @@ class MemoryGuard:
     def begin_step(self) -> None:
         """Begin a step. The meter must have begun it already, since this may lower what is kept."""
         self._line = self._most_now = self.most
-        self._asked_before, self._asked_at = self._asked_at or self._asked_before, None
+        if self._asked_at is not None:
+            self._asked_before, self._asked_at = self._asked_at, None
         self.avoided_bytes, self._avoided_bytes = self._avoided_bytes, 0
         self._used_bytes = self._held_before = self._raised_bytes = 0
         self._meter.raised_peak_bytes()  # discard what rose before the step

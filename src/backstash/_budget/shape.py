@@ -71,10 +71,8 @@ class StepShape:
         # In this step so far: blocks, those of them whose memory had moved before, and all saves.
         self._saved_bytes = self._again_bytes = self._asked_bytes = 0
         self._is_seen = True
-        self._steady_steps, self._steady_bytes = (
-            0,
-            0,
-        )  # seen in a row that saved the same, and how much
+        # Steps in a row that were seen and saved the same, and how much.
+        self._steady_steps = self._steady_bytes = 0
         self._known_asked_bytes = self._planned_asked_bytes = self._most_asked_bytes = 0
         # Steps that are still to be measured until one is as large, and the most of them.
         self._awaited, self._most_awaited = 0, 4
@@ -149,8 +147,8 @@ class StepShape:
         """An estimate of the most bytes that the saves of a step hold: what the planned step holds, in
         proportion to how much was saved. A storage that is saved several times counts once."""
         planned, most = self._planned_asked_bytes, self._most_asked_bytes
-        if not 0 < planned:
-            return most  # a loaded plan: its step was not seen
+        if not planned:
+            return most  # nothing large was saved
         return (self.known_bytes + self._discarded_bytes) * max(planned, most) // planned
 
     @property

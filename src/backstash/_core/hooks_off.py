@@ -2,7 +2,7 @@
 
 A hook is a Python call for each tensor that is saved or used. In a step of many small operations that costs
 more than the 1 percent by which a step that fits may become slower. The rest of a step is saved without hooks
-if the step begins like those before it, and these leave a tenth of the budget free, or the last few saved the
+if the step begins like those before it, and these leave a tenth of the budget free, or the last 16 saved the
 same; or if it would fit even if it took twice as much as any step so far. The first blocks are enough to know
 when its backward runs. The next step begins by reading the peak of the process. So a step that suddenly saves
 more may exceed the budget unseen, and the next one may exceed it while the allocator keeps what that step took.
