@@ -318,6 +318,18 @@ def test_other_memory_that_comes_puts_them_on(settled, memory):
     assert counts(settled)[0] == times
 
 
+def test_a_steady_step_has_hooks_if_it_no_longer_fits_with_other_memory(memory, tmp_path):
+    stash, net = memory(budget=OTHER + 3 * SAVED // 2, disk=tmp_path), model()
+    for _ in range(26):
+        step(net, stash)
+        _ = stash.plan
+    times, _ = counts(stash)
+    memory.other = lambda: OTHER + 8 * MIB  # it fits until the step grows
+    step(net, stash)
+    assert counts(stash)[0] == times > 0
+    stash.close()
+
+
 @pytest.mark.parametrize("option", ["policy", "codec"])
 def test_a_policy_and_a_codec_are_asked_for_each(memory, tmp_path, option):
     asked = []
