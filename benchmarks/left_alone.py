@@ -5,8 +5,9 @@
 
 The models are those of ``budget_cells.py``. In one process a stash with a budget has its first steps until it
 measures no more and the hooks are off after the first blocks: one that twice the step fits in, and one that it
-fits in with less than a tenth to spare, where that takes 16 steps. Then come rounds of three steps, one within the stash's context and two without it, in each
-order in turn; all are of the same model. What two plain steps differ by is what the figures are worth.
+fits in with less than a tenth to spare, where that takes 16 steps. Then come rounds of three steps, one within
+the stash's context and two without it, in each order in turn; all are of the same model. What two plain steps
+differ by is what the figures are worth.
 """
 
 from __future__ import annotations
