@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ._plan.regions import LEFT, ONCE, Stays
-from ._plan.simulate import Windows, simulate
+from ._plan.simulate import NO_WINDOWS, simulate
 from ._plan.solution import Solution
 from ._plan.solve import smallest_budget, solve_with_cuts
 from ._plan.table import REGION, left_blocks
@@ -429,7 +429,7 @@ def plan_of(
         )
     classes.sort(key=lambda each: -each.nbytes)
     forecast = solution.forecast
-    plain = simulate(trace, trace.left_alone(), Windows(0, 0))
+    plain = simulate(trace, trace.left_alone(), NO_WINDOWS)
     return Plan(
         budget_bytes,
         state,
@@ -439,8 +439,7 @@ def plan_of(
         StepFigures(budget_bytes, solution.bound_seconds) if solution.fits else None,
         StepFigures(plain.peak_bytes + bias_bytes, plain.step_seconds),
         budget_for(int((smallest + bias_bytes) * (1 + _TO_SPARE))) if not solution.fits else None,
-        solution.windows.inflight_bytes,
-        solution.windows.prefetch_bytes,
+        *solution.windows,
         forecast.resident_peak_bytes,
         regions=_planned_regions(trace.cut_at(solution.levels), choices, stays or {}),
         left_after=left_after,

@@ -1371,7 +1371,7 @@ def test_a_plan_that_cannot_be_made_leaves_the_one_before(memory, tmp_path, monk
     stash = memory(budget=OTHER + SAVED // 2 + 8 * MIB, disk=tmp_path)
     planner = stash._planner
     assert settle(model(), stash).state == "planned"
-    trace, before = planner.trace, planner._solving.found
+    trace, before = stash.plan.trace, planner._solving.found
     with monkeypatch.context() as patch:
         patch.setattr("backstash._budget.solving.solve_with_cuts", lambda *_, **__: 1 // 0)
         planner._solve(trace)

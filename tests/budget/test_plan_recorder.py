@@ -17,6 +17,7 @@ from backstash._budget.record import (
     typical_costs,
 )
 from backstash._budget.shape import StepShape
+from backstash._plan.cuts import CallGraph, CallOperation
 from backstash._plan.regions import Forward
 from backstash._plan.trace import Links, Moment, Option, Trace, TracedRegion
 
@@ -623,8 +624,8 @@ def test_a_forward_that_ended_in_another_step_is_none_of_this_one():
     assert seconds(trace_of(step, LINKS, Costs(), "disk")) == [1.0]
 
 
-def test_a_second_run_takes_what_one_took_that_was_compared_and_the_hooks_of_its_saves():
-    def of(again_seconds):
+def test_a_replay_takes_what_its_operations_took_and_the_hooks_of_its_saves():
+    def of(graph):
         step = record(
             told("enter", 0.5, nbytes=0, number=0),
             told("save", 1.0, number=0),
@@ -633,14 +634,14 @@ def test_a_second_run_takes_what_one_took_that_was_compared_and_the_hooks_of_its
             told("use", 3.0, number=0),
             told("write", 3.5, 0.1, nbytes=0),
         )
-        forward = Forward("blocks.*", 0, can_run_again=True, told_seconds=0.25)
-        forward.again_seconds = again_seconds
+        forward = Forward("blocks.*", 0, can_run_again=True, told_seconds=0.25, graph=graph)
         forward.add(0, 0, MIB, is_new=True)
         forward.add(1, 1, MIB, is_new=True)
         step.forwards.append(forward)
         (region,) = trace_of(step, LINKS, Costs(kept=(0.0, 0.125)), "disk").regions
         return region
 
-    assert of(0.0).use_seconds == pytest.approx(1.0 + 0.25 + 2 * 0.125), "forward, and noting"
-    assert of(4.0).use_seconds == pytest.approx(4.0 + 2 * 0.125)
-    assert of(4.0).save_seconds == pytest.approx(0.25)
+    assert of(None).use_seconds == pytest.approx(1.0 + 0.25 + 2 * 0.125), "forward, and noting"
+    timed = of(CallGraph((CallOperation(0.5, (), (0,)), CallOperation(0.25, (0,), (1,))), ()))
+    assert timed.use_seconds == pytest.approx(0.75 + 2 * 0.125), "less than forward"
+    assert timed.save_seconds == pytest.approx(0.25)

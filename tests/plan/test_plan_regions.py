@@ -20,7 +20,8 @@ import backstash._recompute.region as regions
 import backstash._saved.held
 from backstash import Stash
 from backstash._plan.choices import Choices
-from backstash._plan.regions import AGAIN, ONCE, Regions
+from backstash._plan.regions import ONCE, Regions
+from backstash._plan.table import REGION
 from backstash._plan.trace import Links
 from backstash._recompute.naming import largest_modules
 from backstash._torch.dispatch import dispatch_modes
@@ -418,7 +419,7 @@ def test_plans_that_change_at_every_step_are_exact(memory, tmp_path, monkeypatch
 
     follower = backstash._budget.follower.Follower
     monkeypatch.setattr(follower, "choose", choose)
-    monkeypatch.setattr(follower, "way_of", lambda *_: draw.choice([AGAIN, ONCE]))
+    monkeypatch.setattr(follower, "way_of", lambda *_: draw.choice([REGION, ONCE]))
 
     def stays(regions, name, index):  # of a part that is recomputed
         return frozenset(each for each in range(12) if draw.random() < 0.3)
@@ -638,7 +639,7 @@ def test_what_is_packed_late_belongs_to_the_module_that_saved_it(memory, tmp_pat
         for _ in range(12):
             step(net, stash)
             _ = stash.plan
-    noise = [each.group for each in stash._planner.trace.blocks if ".dropout no op" in each.group]
+    noise = [each.group for each in stash.plan.trace.blocks if ".dropout no op" in each.group]
     assert len(noise) == LAYERS
     assert not stash._planner._shape.is_unknown
     stash.close()

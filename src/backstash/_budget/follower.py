@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from torch import Tensor, nn
 
 from .._plan.choices import Choices, ClassOf
-from .._plan.regions import AGAIN, LEFT, ONCE, TRACED, Regions, name_of
+from .._plan.regions import LEFT, ONCE, TRACED, Regions, name_of
+from .._plan.simulate import Windows
 from .._plan.table import REGION
 from .._saved.block import Block
 from ..plan import Plan
@@ -116,7 +117,7 @@ class Follower:
     def apply_loaded(self) -> None:
         """Set the limits of a loaded plan at the start of a step."""
         plan = self.plan
-        self._limits.set_windows((plan.inflight_bytes, plan.prefetch_bytes))
+        self._limits.set_windows(Windows(plan.inflight_bytes, plan.prefetch_bytes))
         self._limits.resident = self._limits.unplanned = plan.resident_bytes
         self._limits.set_resident(plan.resident_bytes)
 
@@ -249,7 +250,7 @@ class Follower:
             return ONCE
         self._refused.discard((name, index))
         if self._regions.runs_again(name, index):
-            return AGAIN
+            return REGION
         if self._tier is None or self._regions.left_bytes(name, index) is None:
             return ONCE
         # If more is held than planned, even what was to stay may have to move.

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from .._plan.simulate import NO_WINDOWS, Windows
 from .._tiers.device_tiers import DeviceTiers
 
 __all__ = ["Limits"]
-
-Windows = tuple[int, int]  # most bytes in flight to the tier below, and read ahead
 
 
 class Limits:
@@ -21,15 +20,15 @@ class Limits:
 
     def __init__(self, given_windows: tuple[int | None, int | None]) -> None:
         self.given_windows = given_windows
-        self.windows: Windows = (0, 0)
+        self.windows = NO_WINDOWS
         """The current windows."""
-        self.planned_windows: Windows = (0, 0)
+        self.planned_windows = NO_WINDOWS
         """The windows of the plan."""
         self.resident: int | None = None
         """Most bytes that may stay in place. A step may lower the limit for itself."""
         self.unplanned = 0
         """The same in a step that saves a block that the plan does not know."""
-        self._before: Windows = (0, 0)  # before the first step
+        self._before = NO_WINDOWS  # before the first step
         self._bound: DeviceTiers | None = None
 
     @property
@@ -50,7 +49,8 @@ class Limits:
         """
         before, self._bound = self._bound, tiers
         if before is None:
-            self._before = tiers.evictor.inflight.window_bytes, tiers.prefetcher.ahead.window_bytes
+            inflight, prefetch = tiers.evictor.inflight, tiers.prefetcher.ahead
+            self._before = Windows(inflight.window_bytes, prefetch.window_bytes)
         elif before is not tiers:  # a forked process has others
             self.set_windows(self.windows)
             self.set_resident(self.resident)
@@ -82,7 +82,7 @@ class Limits:
             given if given is not None else chosen
             for given, chosen in zip(self.given_windows, windows, strict=True)
         )
-        self.windows = inflight, prefetch
+        self.windows = Windows(inflight, prefetch)
         self.tiers.evictor.inflight.window_bytes = inflight
         self.tiers.prefetcher.ahead.window_bytes = prefetch
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from .._core.session import Session
-from .._plan.cuts import CallGraph, CallOperation
+from .._plan.cuts import CallGraph
 from .._plan.regions import LEFT, ONCE, TRACED, Forward, Regions
 from .._saved.entry import Entry
 from .._tiers.device_tiers import DeviceTiers
@@ -30,8 +30,7 @@ class RecomputedRegion(Protocol):
     """A module whose calls may be recomputed."""
 
     session: Session
-    again_seconds: float
-    graph: Any
+    graph: CallGraph | None
 
 
 class _Planner(Protocol):
@@ -50,7 +49,7 @@ class _Planner(Protocol):
 
     def resume(self, paused: Any) -> float: ...
 
-    def end_trial(self, paused: Any) -> float: ...
+    def end_trial(self, paused: Any) -> None: ...
 
     def region_hook_begins(self) -> Any: ...
 
@@ -146,7 +145,7 @@ class Planned:
             self.forward.can_run_again = in_order and self._is_whole
             with self._session.section.lock, self._session.section:
                 self._regions.note_bytes(self.forward)
-            self._tell_seconds(self.forward)
+            self.forward.graph = self._region.graph
 
     def note_discarded(self, tensor: Tensor, value: int) -> None:
         """See :meth:`ForwardPlan.note_discarded`: the saves of a module are told apart by their numbers."""
@@ -206,31 +205,22 @@ class Planned:
         return until - since if self._device is None else self._device.seconds_between(since, until)
 
     def pause(self) -> Any:
-        """Exclude what follows from a recorded step, until :meth:`resume`."""
+        """Exclude what follows from a recorded step, until :meth:`end_trial`."""
         return self._planner.pause() if self.forward is not None else None
 
-    def resume(self, paused: Any) -> float:
-        """End a :meth:`pause`. Return its seconds, or 0 if no step is recorded."""
-        return self._planner.resume(paused) if paused is not None else 0.0
-
-    def end_trial(self, paused: Any) -> float:
-        """End a replay that was made to compare: as :meth:`resume`."""
+    def end_trial(self, paused: Any) -> None:
+        """End a replay that was made to compare."""
         section = self._session.section
-        if paused is None or section.is_nested():
-            return self.resume(paused)
+        if paused is None:
+            return
+        if section.is_nested():
+            self._planner.resume(paused)
+            return
         with section.lock, section:
-            return self._planner.end_trial(paused)
+            self._planner.end_trial(paused)
 
     def was_alike(self) -> None:
         """Record that a replay of the forward was bit-equal."""
         if self.forward is not None:
             self.forward.can_run_again = self._is_whole
-            self._tell_seconds(self.forward)
-
-    def _tell_seconds(self, forward: Forward) -> None:
-        forward.again_seconds = self._region.again_seconds
-        if self._region.graph is not None:
-            operations, saves = self._region.graph
-            forward.graph = CallGraph(
-                tuple(CallOperation(*each) for each in operations), tuple(saves)
-            )
+            self.forward.graph = self._region.graph

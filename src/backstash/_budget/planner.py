@@ -151,7 +151,7 @@ class Planner(Controller):
             self.min_bytes = min(
                 [MIN_BYTES, *(each.nbytes // each.blocks for each in loaded.classes)]
             )
-            self.follower.follow(_with(loaded, state="loaded", measured=None))
+            self.follower.follow(replace(loaded, state="loaded", measured=None))
 
     @property
     def latest_plan(self) -> Plan:
@@ -163,12 +163,6 @@ class Planner(Controller):
         """The current plan. Waits for one that is being made."""
         self._solving.wait()
         return self.follower.plan
-
-    @property
-    def trace(self) -> Trace | None:
-        """The trace that the plan was made from."""
-        found = self._solving.found
-        return found[0] if found is not None else None
 
     @property
     def matches_nothing(self) -> bool:
@@ -329,7 +323,7 @@ class Planner(Controller):
         if first.learns:
             self._guard.raise_to(last.peak_bytes + spare)
         if first.may_exceed:
-            self._limits.set_windows((_LEAST_WINDOW_BYTES, _LEAST_WINDOW_BYTES))
+            self._limits.set_windows(Windows(_LEAST_WINDOW_BYTES, _LEAST_WINDOW_BYTES))
         if mode == "all":
             return
         if mode in ("left", "sampled"):
@@ -367,8 +361,8 @@ class Planner(Controller):
             if self._tier is not None and first.largest_moved_all:
                 tier = self._tier
                 everything = [tier if tier in each.options else "keep" for each in trace.blocks]
-                windows = Windows(*self._limits.windows)
-                self._keep_if_it_fits(trace, everything, windows, first.largest.peak_bytes)
+                windows, peak_bytes = self._limits.windows, first.largest.peak_bytes
+                self._keep_if_it_fits(trace, everything, windows, peak_bytes)
         self._solve(trace, differs)
 
     def _keep_if_it_fits(
@@ -518,7 +512,7 @@ class Planner(Controller):
             # something. A window smaller than the largest block would hide no transfer.
             most = max([room // 4, *(each.nbytes for each in trace.blocks)])
             inflight, prefetch = self._limits.windows
-            self._limits.set_windows((min(inflight, most), min(prefetch, most)))
+            self._limits.set_windows(Windows(min(inflight, most), min(prefetch, most)))
         if self._tier is not None and not self._first_steps.keeps_first:
             self._look_whether_it_fits(first_trace)
         elif (other := _most_other(first_trace)) > self._budget:
@@ -573,7 +567,7 @@ class Planner(Controller):
                 self._solve(self._solving.found[0])
             return f"{step}: plans use {format_bytes(least)} less of it from now on, so run the step again"
         if self.follower.plan.state != "too small":
-            self._limits.set_windows((windows[0] // 2, windows[1] // 2))
+            self._limits.set_windows(Windows(*(each // 2 for each in windows)))
             is_less = self._limits.windows != windows and max(windows) > _GUARD_BYTES
             keeps = self._first_steps.mode != "all" and not self._shape.is_larger and limit != 0
             if self._tier is not None and (is_less or keeps):
@@ -647,13 +641,13 @@ class Planner(Controller):
     def _note_measured(self) -> None:
         measured = self._corrections.measured
         if measured is not None:
-            self.follower.plan = _with(self.follower.plan, measured=StepFigures(*measured))
+            self.follower.plan = replace(self.follower.plan, measured=StepFigures(*measured))
 
     def _note_kept(self) -> None:
         """Record that steps kept the budget, although the plan was said to be too small: the first measured
         steps hold more, since they move more."""
         if self.follower.plan.state == "too small":
-            self.follower.plan = _with(
+            self.follower.plan = replace(
                 self.follower.plan, state="planned", smallest_budget_bytes=None
             )
             self._reports.forget_too_small()
@@ -839,20 +833,14 @@ class Planner(Controller):
         """Exclude the trial of a region since :meth:`pause` from the step. Return its seconds."""
         return self._meter.resume(paused)
 
-    def end_trial(self, paused: Any) -> float:
+    def end_trial(self, paused: Any) -> None:
         """Exclude a compared replay from the step, as :meth:`resume` does. Memory that it freed is returned to
-        the system; otherwise it would count as memory of later moments of the step.
-
-        Returns:
-            Seconds of the replay; 0 if unknown.
-        """
-        seconds = self._meter.resume(paused)
-        if self._device is not None:
-            return 0.0  # the comparison on the host takes longer than the device's work
-        given_back_before = self._anew_bytes
-        self._give_back()
-        self._anew_bytes += given_back_before
-        return seconds
+        the system; otherwise it would count as memory of later moments of the step."""
+        self._meter.resume(paused)
+        if self._device is None:
+            given_back_before = self._anew_bytes
+            self._give_back()
+            self._anew_bytes += given_back_before
 
     def may_try(self, name: str) -> bool:
         """Whether a forward of this name may run twice now, to compare: once not everything fits, and if there
@@ -931,10 +919,10 @@ class Planner(Controller):
         bias_bytes = self._corrections.bias_bytes
         plan = plan_of(self._budget, trace, solution, smallest, bias_bytes, stays)
         windows = self._limits.given_windows
-        plan = _with(plan, device=self._device_name, windows=windows)
+        plan = replace(plan, device=self._device_name, windows=windows)
         if plan.state == "too small":  # a reported budget can be kept, and so can any larger one
             self._smallest_bytes = max(self._smallest_bytes, plan.smallest_budget_bytes or 0)
-            plan = _with(plan, smallest_budget_bytes=self._smallest_bytes)
+            plan = replace(plan, smallest_budget_bytes=self._smallest_bytes)
         self.follower.follow(plan)
         if plan.state == "too small" and (is_first or self._reports.is_too_small):
             self._reports.warn_too_small(
@@ -960,10 +948,7 @@ class Planner(Controller):
         self._bytes_at_start = at_start
         self._shape.follow(held, _saved_by(trace) - sum(held))
         self._most_other_bytes = max(self._most_other_bytes, _most_other(trace))
-        self._limits.planned_windows = (
-            solution.windows.inflight_bytes,
-            solution.windows.prefetch_bytes,
-        )
+        self._limits.planned_windows = solution.windows
         self._limits.set_windows(self._limits.planned_windows)
         predicted_bytes = solution.predicted_bytes(bias_bytes)
         slack = max(0, self._budget - predicted_bytes)
@@ -990,13 +975,13 @@ class Planner(Controller):
             self._give_back()
         self._recording.start()
 
-    def _first_windows(self) -> tuple[int, int]:
+    def _first_windows(self) -> Windows:
         """Return the windows before anything is measured: each an eighth of what the budget leaves, 16 to 128
         MiB; with a small budget at least a sixteenth of it."""
         left = max(0, self._budget - self._meter.now())
         least = min(_LEAST_WINDOW_BYTES, self._budget // 16)
         size = min(128 << 20, max(least, left // 8))
-        return size, size
+        return Windows(size, size)
 
 
 def _option(price: Price) -> Option:
@@ -1026,10 +1011,6 @@ def held_and_spare(held_bytes: int, spare_bytes: int) -> int:
     """Return the budget that ``"auto"`` means, given the bytes held and the bytes that can still be
     allocated."""
     return (held_bytes + spare_bytes) * 19 // 20
-
-
-def _with(plan: Plan, **changes: Any) -> Plan:
-    return replace(plan, **changes)
 
 
 leave_untraced(__name__)  # including what this module imports

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Any
 
 from .._plan.regions import Regions
 from .._plan.trace import Option
+from .._runtime.trace import EventLog
 from .guard import MemoryGuard
 from .meter import Meter
 from .record import StepRecord
@@ -15,17 +16,6 @@ __all__ = ["StepRecording"]
 
 _GIVEN_BACK_BYTES = 64 << 20
 _OF_BLOCKS = ("save", "use", "free")
-
-
-class EventSource(Protocol):
-    """Report what happens to blocks: see :class:`EventLog`."""
-
-    @property
-    def listeners(self) -> int: ...
-
-    def start(self, hear: Callable[[tuple[Any, ...]], None]) -> object: ...
-
-    def stop(self, hear: Callable[[tuple[Any, ...]], None]) -> object: ...
 
 
 class StepRecording:
@@ -41,7 +31,7 @@ class StepRecording:
 
     def __init__(
         self,
-        event_log: EventSource,
+        event_log: EventLog,
         meter: Meter,
         regions: Regions | None,
         guard: MemoryGuard,

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from .._plan.simulate import Windows, simulate
+from .._plan.simulate import NO_WINDOWS, Windows, simulate
 from .._plan.solution import Solution, best_of
 from .._plan.solve import follow, smallest_budget, solve_with_cuts, whole_calls
 from .._plan.trace import Trace, TracedBlock
@@ -23,9 +23,9 @@ _FASTER = 0.05  # a plan takes the place of another one whose steps take so much
 
 def left_alone(trace: Trace) -> Solved:
     """Return the solution in which every block stays in place, unmanaged."""
-    plain = simulate(trace, trace.left_alone(), Windows(0, 0))
+    plain = simulate(trace, trace.left_alone(), NO_WINDOWS)
     kept = ("keep",) * len(trace.blocks)
-    solution = Solution(kept, Windows(0, 0), plain, plain.step_seconds, fits=True, left_after=0)
+    solution = Solution(kept, NO_WINDOWS, plain, plain.step_seconds, fits=True, left_after=0)
     return trace, solution, plain.peak_bytes
 
 

@@ -51,20 +51,6 @@ _REVIEWED_AT_ONCE = 2  # waiting blocks that are checked when a new one is added
 PARAMETER = "a parameter or another leaf that requires a gradient, or a view of one"
 
 
-class _Once:
-    """A call that is made when its result is first needed."""
-
-    __slots__ = ("_call", "_found")
-
-    def __init__(self, call: Callable[..., Any], *given: Any) -> None:
-        self._call: Callable[[], Any] | None = functools.partial(call, *given)
-
-    def __call__(self) -> Any:
-        if self._call is not None:
-            self._found, self._call = self._call(), None
-        return self._found
-
-
 class TapeSource(Protocol):
     """Records operations if something may be recomputed: see :mod:`backstash._recompute.recorder`."""
 
@@ -763,7 +749,11 @@ class Admission:
         controller: Controller,
     ) -> _Choice:
         """Return the controller's choice. The controller may request the cost of each alternative."""
-        packer, replays = tiers.packer, _Once(self._replay_of, tensor, thread_state)
+        packer = tiers.packer
+
+        @functools.cache
+        def replays() -> Replayable | None:
+            return self._replay_of(tensor, thread_state)
 
         def prices() -> dict[str, Any]:
             block.reduction = Reduction(tensor.dtype)

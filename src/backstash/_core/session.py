@@ -106,7 +106,6 @@ class Session:
         self.reclaim_queue = reclaim_queue
         self.predictor: AccessPredictor[Block] = AccessPredictor()
         self.save_counts = SaveCounts()
-        self._has_stepped = False
         # With keep="auto": devices whose free memory is not read yet in this step.
         self._unfollowed: set[int] = set()
         self._followed = 0  # the number of passes when "auto" last followed the free memory
@@ -152,15 +151,15 @@ class Session:
                 self.min_bytes = planner.min_bytes
             self._due.add(tiers.number)
             if tiers.device is not None:
-                self._retire(0)
+                self._retire_cpu()
         self._limit(tiers)
 
-    def _retire(self, number: int) -> None:
-        """Remove the planner of a device. From now on its limit follows the free memory."""
-        planner = self.planners.pop(number, None)
+    def _retire_cpu(self) -> None:
+        """Remove the planner of the CPU. From now on its limit follows the free memory."""
+        planner = self.planners.pop(0, None)
         if planner is not None:
             planner.retire()
-            self._limit(self.device_tiers[number])
+            self._limit(self.device_tiers[0])
 
     def limit(self, keep: int | str | None) -> None:
         """Set how many bytes may stay in place on each device: see the constructor."""
@@ -314,7 +313,7 @@ class Session:
         self.planner_of(tiers)
 
     def _begin_step(self) -> None:
-        self._followed = self.predictor.passes
+        is_first, self._followed = not self._followed, self.predictor.passes
         if self._keep == "auto":
             self._unfollowed.update(range(len(self.device_tiers)))
         for tiers in self.device_tiers:
@@ -325,9 +324,8 @@ class Session:
                 for thread_state in self.thread_states:
                     thread_state.fitting_storages.clear()
         self._due.update(self.planners)
-        if self._has_stepped:
+        if not is_first:
             self._check_loaded()  # the CPU's step never begins if all tensors are on an accelerator
-        self._has_stepped = True
 
     def planner_of(
         self, tiers: DeviceTiers, thread_state: ThreadState | None = None

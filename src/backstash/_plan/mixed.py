@@ -81,9 +81,7 @@ def _mixture(
 ) -> tuple[Solution, Search]:
     of = {each.region: each.level for each in changes}
     levels = tuple(of.get(at, 0) for at in range(len(trace.regions)))
-    problem = Problem(
-        trace.cut_at(levels), budget, names, (windows.inflight_bytes, windows.prefetch_bytes)
-    )
+    problem = Problem(trace.cut_at(levels), budget, names, windows)
     start = ["keep"] * len(trace.blocks)
     for at in of:
         for member in problem.regions[at].members:

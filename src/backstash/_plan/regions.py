@@ -18,7 +18,6 @@ from .table import REGION
 from .trace import RegionCut, TracedRegion
 
 __all__ = [
-    "AGAIN",
     "LEFT",
     "ONCE",
     "TRACED",
@@ -29,8 +28,6 @@ __all__ = [
     "traced_regions",
 ]
 
-AGAIN = "again"
-"""Recompute the forward: discard what it saves."""
 ONCE = "once"
 """Do not recompute it: hold what it saves as usual."""
 LEFT = "left"
@@ -65,8 +62,6 @@ class Forward:
     """Bytes of tensors too small to be blocks that recomputing would free, too."""
     told_seconds: float = 0.0
     """Seconds that fingerprints of these tensors take."""
-    again_seconds: float = 0.0
-    """Seconds of a compared replay; 0 if no measured step had one."""
     can_run_again: bool = False
     """Whether a replay was bit-equal."""
     seconds: float = 0.0
@@ -335,14 +330,14 @@ def traced_regions(
 
 
 def _again_seconds(forward: Forward, graph: CallGraph | None, size: float) -> float:
-    """The seconds of a replay of this forward, which is ``size`` times as large as the one of the graph.
+    """Return the seconds of a replay of this forward, which is ``size`` times as large as the one of the graph.
 
-    On an accelerator a replay is timed by its operations, on a device that is kept busy: while a step is
-    recorded, the host takes longer for a forward than the device does.
+    A replay is timed by its operations. The forward itself takes longer while a step is recorded: on the CPU it
+    allocates memory again that was returned to the system, and an accelerator may wait for the host.
     """
-    if graph is not None and not forward.again_seconds:
+    if graph is not None:
         return graph.seconds * size
-    return max(forward.seconds + forward.told_seconds, forward.again_seconds)
+    return forward.seconds + forward.told_seconds
 
 
 def _cuts(

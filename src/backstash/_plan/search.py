@@ -185,21 +185,18 @@ class Search:
         best, tried, turns = start, {start.windows}, start.fits
         while turns:
             turns = False
-            down, up = best.windows.inflight_bytes, best.windows.prefetch_bytes
+            down, up = best.windows
             for other in ((2 * down, up), (down, 2 * up), (down // 2, up), (down, up // 2)):
-                sizes = [
-                    of if fixed is None else fixed for of, fixed in zip(other, given, strict=True)
-                ]
-                windows = Windows(*sizes)
-                if windows in tried or min(sizes) < _MIB:
+                windows = Windows(
+                    *(
+                        of if fixed is None else fixed
+                        for of, fixed in zip(other, given, strict=True)
+                    )
+                )
+                if windows in tried or min(windows) < _MIB:
                     continue
                 tried.add(windows)
-                problem = Problem(
-                    self.problem.trace,
-                    self.problem.budget,
-                    self.problem.allowed,
-                    (sizes[0], sizes[1]),
-                )
+                problem = replace(self.problem, windows=windows)
                 search = Search(problem, windows, self.link_seconds)
                 found = search.fill(search.repair(best.choices))
                 if rank(found) < rank(best):

@@ -18,18 +18,21 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from .trace import Option, Trace
 
-__all__ = ["Forecast", "Windows", "simulate"]
+__all__ = ["NO_WINDOWS", "Forecast", "Windows", "simulate"]
 
 
-@dataclass(frozen=True, slots=True)
-class Windows:
+class Windows(NamedTuple):
     """Most bytes in flight to the tier below, and most bytes read back ahead of their use."""
 
     inflight_bytes: int
     prefetch_bytes: int
+
+
+NO_WINDOWS = Windows(0, 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from dataclasses import replace
 from .mixed import mixed
 from .prices import by_prices, earliest, holding_least
 from .search import Search
-from .simulate import Forecast, Windows, simulate
+from .simulate import NO_WINDOWS, Forecast, Windows, simulate
 from .solution import Solution, best_of, rank
 from .table import REGION, Problem
 from .trace import Option, Trace
@@ -60,14 +60,14 @@ def solve(
         windows: bytes of the windows down and up; ``None``: try several sizes.
     """
     names = _names(trace, allowed)
-    everything = Windows(0, 0)
+    everything = NO_WINDOWS
     plain = simulate(trace, trace.left_alone(), everything)
     if plain.peak_bytes <= budget:
         choices = ("keep",) * len(trace.blocks)
         return Solution(choices, everything, plain, plain.step_seconds, fits=True, left_after=0)
     tried, repaired = _windows(trace, windows), list[tuple[Solution, Search]]()
     for each in tried:
-        problem = Problem(trace, budget, names, (each.inflight_bytes, each.prefetch_bytes))
+        problem = Problem(trace, budget, names, each)
         candidates = by_prices(problem, each, plain.peak_moment)[1]
         if problem.leaves:
             candidates += earliest(problem, each)
@@ -188,7 +188,7 @@ def smallest_budget(
     """Return the smallest budget in bytes that :func:`solve` can keep, to about a hundredth; it can keep this
     one."""
     found = _of_smallest_peak(trace, 0, _names(trace, allowed), windows)
-    plain = simulate(trace, trace.left_alone(), Windows(0, 0))
+    plain = simulate(trace, trace.left_alone(), NO_WINDOWS)
     return min(found.forecast.peak_bytes, plain.peak_bytes)
 
 
@@ -198,7 +198,7 @@ def _of_smallest_peak(
     """Return the choices with the smallest peak found, with the smallest windows. The search starts from the
     options that hold the least, with no region recomputed and with all."""
     windows = _windows(trace, given)[0]
-    problem = Problem(trace, budget, names, (windows.inflight_bytes, windows.prefetch_bytes))
+    problem = Problem(trace, budget, names, windows)
     search = Search(problem, windows, 1 / trace.links.down_rate + 1 / trace.links.up_rate)
     starts = (False, True) if problem.regions else (False,)
     found = [search.lower(holding_least(problem, again=again)) for again in starts]

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from .simulate import Forecast, Windows, simulate
+from .simulate import NO_WINDOWS, Forecast, Windows, simulate
 from .trace import Option, Trace, TracedRegion
 
 __all__ = [
@@ -32,25 +32,25 @@ class Problem:
     trace: Trace
     budget: int
     allowed: Sequence[str]
-    reserved_bytes: tuple[int, int] = (0, 0)
-    """Bytes of the budget for the windows, in forward and in backward."""
-    saves: dict[int, int] = field(default_factory=dict)
-    frees: dict[int, int] = field(default_factory=dict)
-    uses: dict[int, int] = field(default_factory=dict)
-    first_use: int = 0
-    regions: tuple[TracedRegion, ...] = ()
-    region_of: dict[int, int] = field(default_factory=dict)
+    windows: Windows = NO_WINDOWS
+    """Bytes of the budget that are reserved for them, in forward and in backward."""
+    saves: dict[int, int] = field(init=False, default_factory=dict)
+    frees: dict[int, int] = field(init=False, default_factory=dict)
+    uses: dict[int, int] = field(init=False, default_factory=dict)
+    first_use: int = field(init=False, default=0)
+    regions: tuple[TracedRegion, ...] = field(init=False, default=())
+    region_of: dict[int, int] = field(init=False, default_factory=dict)
     """By block, the region that it is a member of."""
-    returns: list[int] = field(default_factory=list)
+    returns: list[int] = field(init=False, default_factory=list)
     """Of each region, the index of the first moment at which one of its members is used."""
-    without_small: list[range] = field(default_factory=list)
+    without_small: list[range] = field(init=False, default_factory=list)
     """Of each region, if it is recomputed, the moments before which its small tensors are not in memory: from
     the last save of its members to the first use or free of one."""
-    untouched: list[Option] = field(default_factory=list)
+    untouched: list[Option] = field(init=False, default_factory=list)
     """Each block's option if it stays, unmanaged."""
-    leaves: bool = False
+    leaves: bool = field(init=False, default=False)
     """Whether blocks saved after the last block that does not stay are unmanaged."""
-    ends: list[int] = field(default_factory=list)
+    ends: list[int] = field(init=False, default_factory=list)
     """Of each block, the number of blocks after which it is not saved again."""
 
     def __post_init__(self) -> None:
@@ -110,7 +110,7 @@ class Problem:
         """Return the bytes that may be resident in the interval before this moment."""
         moments = self.trace.moments
         other = moments[at].other_bytes if at < len(moments) else self.trace.tail_other_bytes
-        return self.budget - other - self.reserved_bytes[at > self.first_use]
+        return self.budget - other - self.windows[at > self.first_use]
 
     def option(self, block: int, name: str) -> Option:
         """Return the option that a name stands for; a region's is empty, since the region has its own costs."""

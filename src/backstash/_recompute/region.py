@@ -31,6 +31,7 @@ from .._core.hook_scope import Hook, newest_scope
 from .._core.session import Session
 from .._device.base import Device
 from .._device.fingerprint import fingerprint, same_bytes
+from .._plan.cuts import CallGraph, CallOperation
 from .._saved.entry import replayed_otherwise
 from .._saved.held import Held
 from .._saved.thread_state import ThreadState
@@ -51,7 +52,7 @@ from .replay import Timed, replay
 from .route import Discard, ForwardTape, Routes
 from .tape import UNSEEN, Place, Tape, operands_of, place_of, unpacked
 
-__all__ = ["FoundModules", "Graph", "Region"]
+__all__ = ["FoundModules", "Region"]
 
 _REFUSED = "not recomputed: "
 _OTHER_BITS = "recomputing it gives different bits"
@@ -59,10 +60,6 @@ _SAMPLED_BYTES, _SAMPLED_ON_DEVICE = 4 << 10, 1 << 20
 _SAMPLED_CALLS = 4  # on an accelerator, one tensor of each this many forwards
 _seeds = itertools.count()
 
-
-Graph = tuple[list[tuple[float, tuple[int, ...], tuple[int, ...]]], list[tuple[int, int]]]
-"""The operations of a call that was replayed: seconds, and the numbers of the values that each reads and makes;
-and what the call saved: the number of the save, and the value's."""
 
 _Saved = tuple["Held", Tensor, int, list[nn.Module]]
 """A tensor that was saved, with the number of the save in its call, and the modules that were running."""
@@ -121,8 +118,8 @@ class ForwardPlan(Protocol):
         """Exclude what follows from the step's measurement until :meth:`end_trial`, which gets what this
         returns."""
 
-    def end_trial(self, paused: Any) -> float:
-        """End a replay that was made to compare. Return its seconds, or 0 if they are unknown."""
+    def end_trial(self, paused: Any) -> None:
+        """End a replay that was made to compare."""
 
     def was_alike(self) -> None:
         """Record that a replay of the forward was bit-equal."""
@@ -210,7 +207,7 @@ class Call:
                 pass
             else:
                 self._saved.add((identity, tensor._version))
-        # As Tape.pause() and resume(), without their calls.
+        # As in Tape.aside(), without its calls.
         is_innermost, was_recording = innermost_mode() is tape, tape.is_recording
         tape.is_recording = False
         if is_innermost:
@@ -314,7 +311,7 @@ class Call:
         packed = planned.pack(number, tensor, self._pack)
         self._traced.append((number, held))
         region = self.region  # what a replay takes is measured for each
-        if self._tries and (held.state.key not in region.known or not region.again_seconds):
+        if self._tries and (held.state.key not in region.known or region.graph is None):
             held.packed = packed
             self._unknown.append((held, tensor.detach(), tensor._version))
             return held
@@ -462,7 +459,7 @@ class Call:
             ):
                 region.graph = _graph_of(traced, timed, planned.seconds_between)
             if planned is not None:
-                region.again_seconds = planned.end_trial(paused)
+                planned.end_trial(paused)
                 if not reason:
                     planned.was_alike()
         if in_order and not unknown:
@@ -578,17 +575,17 @@ class _Drop:
 
 def _graph_of(
     traced: list[tuple[int, Held]], timed: Timed, between: Callable[[Any, Any], float]
-) -> Graph:
-    """The operations that were timed, and what was saved of what they make."""
-    operations = [
-        (
+) -> CallGraph:
+    """Return the operations that were timed, and what was saved of what they make."""
+    operations = tuple(
+        CallOperation(
             between(began, ended),
             tuple(each.number for each in op.reads),
             tuple(each.number for each in op.made),
         )
         for op, began, ended in timed.taken
-    ]
-    return operations, [(number, held.state.number) for number, held in traced]
+    )
+    return CallGraph(operations, tuple((number, held.state.number) for number, held in traced))
 
 
 def _are_same(one: Tensor, other: Tensor) -> bool:
@@ -725,10 +722,8 @@ class Region:
         self.unpack = unpack
         self.known = known
         self.refused = refused
-        self.again_seconds = 0.0
-        """What the replay took that was compared last, where a step was measured."""
-        self.graph: Graph | None = None
-        """Its operations."""
+        self.graph: CallGraph | None = None
+        """The operations of the replay that was compared last, where a step was measured."""
         self.routes = Routes()
         self._samples = 0
         self._random = random.Random(next(_seeds))

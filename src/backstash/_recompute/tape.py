@@ -362,8 +362,6 @@ class Tape(SilentMode):
     """Record operations between :meth:`enter` and :meth:`leave`.
 
     Args:
-        recomputable: given the class of a ``torch.autograd.Function`` whose forward runs, return whether its
-            operations may be replayed.
         most: the longest chain of operations from a held value to a state. If it is given, the tape holds only
             tensors that the program holds anyway, and does not replay slow operations such as matrix products
             and convolutions. ``None``: no limit.
@@ -371,7 +369,6 @@ class Tape(SilentMode):
 
     def __init__(
         self,
-        recomputable: Callable[[Any], bool] = is_declared,
         *,
         most: int | None = None,
     ) -> None:
@@ -384,7 +381,6 @@ class Tape(SilentMode):
         self._needs: dict[Op, Needs] = {}  # by the operations whose operands are held
         self._latest: list[Op] = []  # what the latest call of want() added to these
         self._count = self._states = 0
-        self._recomputable = recomputable
         self._task = task_or_none()
         self._most = most
         self._stream: Any = None
@@ -422,21 +418,6 @@ class Tape(SilentMode):
     def aside(self) -> _Aside:
         """Pause recording inside the context; if this is the innermost mode, also pop it."""
         return _Aside(self)
-
-    def pause(self) -> tuple[bool, bool]:
-        """Stop recording until :meth:`resume`, which gets what this returns: :meth:`aside` without an
-        object."""
-        is_innermost, was_recording = innermost_mode() is self, self.is_recording
-        self.is_recording = False
-        if is_innermost:
-            pause_mode(None)
-        return is_innermost, was_recording
-
-    def resume(self, paused: tuple[bool, bool]) -> None:
-        """Record again after :meth:`pause`."""
-        if paused[0]:
-            resume_mode(self)
-        self.is_recording = paused[1]
 
     def end(self) -> None:
         """Stop recording, and free what is not needed.
@@ -720,7 +701,7 @@ class Tape(SilentMode):
             if frame.f_code is _APPLY:
                 function = frame.f_locals.get("cls")
                 if not is_of_operator(function):
-                    return self._recomputable(function)
+                    return is_declared(function)
             frame = frame.f_back
         return True
 
@@ -1006,16 +987,22 @@ class Tape(SilentMode):
 class _Aside:
     """The context of :meth:`Tape.aside`."""
 
-    __slots__ = ("_paused", "_tape")
+    __slots__ = ("_is_innermost", "_tape", "_was_recording")
 
     def __init__(self, tape: Tape) -> None:
         self._tape = tape
 
     def __enter__(self) -> None:
-        self._paused = self._tape.pause()
+        tape = self._tape
+        self._is_innermost, self._was_recording = innermost_mode() is tape, tape.is_recording
+        tape.is_recording = False
+        if self._is_innermost:
+            pause_mode(None)
 
     def __exit__(self, *_: object) -> None:
-        self._tape.resume(self._paused)
+        if self._is_innermost:
+            resume_mode(self._tape)
+        self._tape.is_recording = self._was_recording
 
 
 class Leaver:

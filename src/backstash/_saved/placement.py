@@ -122,10 +122,6 @@ class Backing(ABC):
         bytes.
         """
 
-    def cut(self, offset: int, address: int, nbytes: int, memory: Tensor) -> tuple[Tensor, int]:
-        """Like :meth:`storage_for`, but do not count the block as taken."""
-        return memory, self.skew
-
     def free(self) -> None:
         """Free the memory of the load. The bytes in the lower tier stay."""
         self.load = None

@@ -19,7 +19,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -56,18 +56,8 @@ class Counts:
     """How often the stash removed its hooks for the rest of a context."""
 
     def __add__(self, other: Counts) -> Counts:
-        return Counts(
-            self.saves + other.saves,
-            self.small_saves + other.small_saves,
-            self.small_bytes + other.small_bytes,
-            self.nested_saves + other.nested_saves,
-            self.nested_bytes + other.nested_bytes,
-            self.parameter_saves + other.parameter_saves,
-            self.parameter_bytes + other.parameter_bytes,
-            self.fitting_saves + other.fitting_saves,
-            self.fitting_bytes + other.fitting_bytes,
-            self.times_off + other.times_off,
-        )
+        names = [each.name for each in fields(Counts)]
+        return Counts(*(getattr(self, name) + getattr(other, name) for name in names))
 
 
 class ThreadState:
@@ -151,18 +141,7 @@ class ThreadState:
     @property
     def counts(self) -> Counts:
         """The counts of this thread so far."""
-        return Counts(
-            self.saves,
-            self.small_saves,
-            self.small_bytes,
-            self.nested_saves,
-            self.nested_bytes,
-            self.parameter_saves,
-            self.parameter_bytes,
-            self.fitting_saves,
-            self.fitting_bytes,
-            self.times_off,
-        )
+        return Counts(*(getattr(self, each.name) for each in fields(Counts)))
 
     def is_alive(self) -> bool:
         """Whether the thread has not ended."""

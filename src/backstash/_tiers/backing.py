@@ -165,7 +165,7 @@ class SegmentBacking(DiskBacking):
         return self.cut(offset, address, nbytes, memory)
 
     def cut(self, offset: int, address: int, nbytes: int, memory: Tensor) -> tuple[Tensor, int]:
-        """See :meth:`Backing.cut`."""
+        """Like :meth:`storage_for`, but do not count the block as taken."""
         low = address % ALIGNMENT_BYTES
         size = -(-(low + nbytes) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         root = torch.empty(size, dtype=torch.uint8, device="cpu")

@@ -11,20 +11,15 @@ from __future__ import annotations
 import errno
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Protocol
 
 from .._runtime.weak import WeakQueue
 from .._saved.block import Block
 from .._text import level_of_program
 from ..errors import StashError, StashFullError, StashIOError, StashWarning
+from .base import LowerTier
 from .resident import ResidentSet, is_resident
 
 __all__ = ["Notes", "TierHealth"]
-
-
-class _Tier(Protocol):
-    @property
-    def used_bytes(self) -> int: ...
 
 
 class Notes:
@@ -55,7 +50,7 @@ class TierHealth:
         raises: whether a refusal raises an error in the forward pass.
     """
 
-    def __init__(self, resident: ResidentSet, tier: _Tier | None, *, raises: bool) -> None:
+    def __init__(self, resident: ResidentSet, tier: LowerTier | None, *, raises: bool) -> None:
         self._resident = resident
         self._tier = tier
         self._raises = raises

@@ -347,7 +347,7 @@ class Packer:
             inner = self._payload_block(block, payload)
             entry = Entry(inner, payload, 0)
             inner.entries = 1
-            resident.hold(inner)
+            resident.admit(inner)
         # Another thread may have written to a part since it was encoded, so no later save may share its block.
         if not block.saves.are_as_expected and not block.storage_version.is_parted:
             block.take_fingerprint(self._device)

@@ -60,11 +60,6 @@ class ResidentSet:
         cause = "backward" if current_node() is not None else ""
         self.event_log.emit("save", *block.facts, cause=cause)
 
-    def hold(self, payload: Block) -> None:
-        """Add the payload of a packed block, which is in place."""
-        payload.cleanup.resident_bytes = payload.nbytes
-        self.nbytes += payload.nbytes
-
     def leave(self, block: Block) -> None:
         """Remove a block that is being written or is lost."""
         cleanup = block.cleanup
