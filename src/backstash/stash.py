@@ -39,7 +39,7 @@ from ._saved.held import Held
 from ._saved.placement import Derivation
 from ._saved.thread_state import ThreadState
 from ._text import clean, html_text, shown
-from ._tiers.device_tiers import DeviceTiers, TierConfig
+from ._tiers.device_tiers import DeviceTiers, TierConfig, TierSizes
 from ._tiers.packing import decode_separately
 from ._tiers.windows import MOST_BYTES
 from ._torch.dispatch import innermost_mode
@@ -137,8 +137,9 @@ class Stash:
     so if the step begins like those before it, and these left a tenth of the budget free, or 16 fit and saved
     the same. ``stats().hooks_off`` counts how often. Then the saved tensors are in no other figure. A tensor
     that was changed in place raises PyTorch's own ``RuntimeError``. A step that suddenly saves more may exceed
-    the budget, and so may the next one. The hooks stay on in a context around several steps, in attached
-    modules, with ``policy``, ``codec`` or :meth:`recompute`, inside other hooks, and while a report records.
+    the budget, and so may the next few; a note says so. The hooks stay on in a context that had several steps
+    the last time, in attached modules, with ``policy``, ``codec`` or :meth:`recompute`, inside other hooks, and
+    while a report records.
 
     Sizes are ints of bytes or strings with a unit, ``"512MiB"`` or ``"2GB"``. A ``budget`` or ``keep`` of 1 to
     4,095 without a unit is refused. The exception is ``budget=1``, which asks what any budget would cost. In a
@@ -179,6 +180,7 @@ class Stash:
         verify: Literal["auto", "always", "first"] = "auto",
         strict: bool = False,
     ) -> None:
+        _check_choices(name, policy, codec, on_full, verify)
         most: int | str | None = of_this_rank(budget, "budget")
         keep_limit: int | str | None = of_this_rank(keep, "keep")
         _check_planned(most, plan, keep_limit)
@@ -189,25 +191,6 @@ class Stash:
             keep_limit = parse_limit(keep_limit, name="keep", also=_AUTO)
         pinned: int | str | None = of_this_rank(host, "host")
         host_bytes = -1 if pinned == "auto" else parse_limit(pinned, name="host", also=_AUTO)
-        if not (name is None or isinstance(name, str)):
-            raise UsageError(f"name={shown(name)}: allowed is a string, or None")
-        if policy is not None and not callable(policy):
-            hint = (
-                f"; for all tensors: lambda saved: {policy!r}" if isinstance(policy, Action) else ""
-            )
-            raise UsageError(
-                f"policy={shown(policy)}: allowed is a callable of a SavedTensor, or None{hint}"
-            )
-        is_class = isinstance(codec, type)
-        if codec is not None and (is_class or not (isinstance(codec, Codec) or callable(codec))):
-            raise UsageError(
-                f"codec={shown(codec)}: allowed is a Codec, for example backstash.codecs.EXACT, a callable of "
-                "a SavedTensor, or None"
-            )
-        if not (isinstance(on_full, str) and on_full in ("keep", "raise")):
-            raise UsageError(f'on_full={shown(on_full)}: allowed are "keep" and "raise"')
-        if not (isinstance(verify, str) and verify in ("auto", "always", "first")):
-            raise UsageError(f'verify={shown(verify)}: allowed are "auto", "always" and "first"')
         named = _modules_of(recompute)
         self.name = name
         least = (
@@ -223,21 +206,22 @@ class Stash:
         self._store = _store(below)
         self._section = CriticalSection(self._store)
         self._event_log = EventLog(functools.partial(_levels_of, weakref.ref(self)))
-        self._windows: dict[str, Any] = {
-            "host": host_bytes,
-            "inflight": inflight_bytes,
-            "prefetch": prefetch_bytes,
-            "follows": (windows[0] is None, windows[1] is None),
+        is_planned = most is not None or plan is not None
+        self._sizes = TierSizes(
+            host=host_bytes,
+            inflight=inflight_bytes,
+            prefetch=prefetch_bytes,
+            follows=(windows[0] is None, windows[1] is None),
+            on_full=on_full,
             # A plan's predictions count recomputing and unpacking as time of the computing thread.
-            "makes_ahead": most is None and plan is None,
-        }
-        self._on_full = on_full
+            makes_ahead=not is_planned,
+        )
         self._begin()
-        decides: dict[str, Any] = {}
-        if most is not None or plan is not None:
+        controller_for = None
+        if is_planned:
             from ._budget.making import planners_of  # imported late: most programs do not need it
 
-            decides["controller_for"] = planners_of(
+            controller_for = planners_of(
                 self._event_log,
                 most,
                 plan,
@@ -248,18 +232,13 @@ class Stash:
                 strict=strict,
             )
         self._session = Session(
-            self._config.reclaim_queue,
-            self._section,
-            self._event_log,
-            self._config.tiers,
-            self._config.tiers_of,
+            self._config,
             # With a plan: the limit for devices that the plan is not for.
-            keep=keep_limit if most is None and plan is None else "auto",
+            keep="auto" if is_planned else keep_limit,
             min_bytes=least,
-            **decides,
+            controller_for=controller_for,
         )
         recorder = None
-        is_planned = most is not None or plan is not None
         if recompute is not False and (policy is not None or is_planned):
             from ._recompute.recorder import Recorder
 
@@ -297,8 +276,7 @@ class Stash:
             self._event_log,
             self._pool,
             self._trimmer.freed,
-            on_full=self._on_full,
-            **self._windows,
+            self._sizes,
         )
 
     def _forked(self) -> None:
@@ -310,8 +288,8 @@ class Stash:
         self._section.forked()
         self._is_closing = False
         self._begin()
-        config, store = self._config, self._store
-        self._session.restart(config.reclaim_queue, config.tiers, config.tiers_of)
+        store = self._store
+        self._session.restart(self._config)
         for planner in self._session.planners.values():
             planner.forked()
         usable = store is None or store.begins_anew_when_forked
@@ -802,7 +780,8 @@ class Stash:
     def record(self, *, limit: int | None = None) -> Recording:
         """Record what the stash does, event by event, until the handle's ``remove()`` or its context's end.
 
-        An event takes some hundred bytes of memory. Without a recording there is no cost.
+        An event takes some hundred bytes of memory. Without a recording there is no cost. In a context whose
+        hooks are already off, saves are recorded from the next context on.
 
         Args:
             limit: the number of events after which the recording ends; ``None``: no limit.
@@ -914,6 +893,28 @@ def _modules_of(recompute: object) -> tuple[nn.Module, ...]:
             "recompute=model.blocks"
         )
     return modules
+
+
+def _check_choices(
+    name: object, policy: object, codec: object, on_full: object, verify: object
+) -> None:
+    if not (name is None or isinstance(name, str)):
+        raise UsageError(f"name={shown(name)}: allowed is a string, or None")
+    if policy is not None and not callable(policy):
+        hint = f"; for all tensors: lambda saved: {policy!r}" if isinstance(policy, Action) else ""
+        raise UsageError(
+            f"policy={shown(policy)}: allowed is a callable of a SavedTensor, or None{hint}"
+        )
+    is_class = isinstance(codec, type)
+    if codec is not None and (is_class or not (isinstance(codec, Codec) or callable(codec))):
+        raise UsageError(
+            f"codec={shown(codec)}: allowed is a Codec, for example backstash.codecs.EXACT, a callable of "
+            "a SavedTensor, or None"
+        )
+    if not (isinstance(on_full, str) and on_full in ("keep", "raise")):
+        raise UsageError(f'on_full={shown(on_full)}: allowed are "keep" and "raise"')
+    if not (isinstance(verify, str) and verify in ("auto", "always", "first")):
+        raise UsageError(f'verify={shown(verify)}: allowed are "auto", "always" and "first"')
 
 
 def _check_planned(budget: object, plan: object, keep: object) -> None:

@@ -516,3 +516,50 @@ def test_an_interrupt_while_they_are_taken_off_leaves_none_behind(settled, monke
     monkeypatch.undo()
     assert current_pair() is None
     assert torch.equal(step(net, settled), step(net, Stash()))
+
+
+@pytest.mark.parametrize("share", [1.1, 1.3])
+def test_the_contexts_of_one_step_count_once(memory, tmp_path, share):
+    """As of an encoder and a decoder, or of batches whose losses are added. The hooks are off in the first
+    one only."""
+    contexts = 4
+    stash = memory(budget=OTHER + int(share * contexts * SAVED), disk=tmp_path)
+    net = model()
+
+    def whole():
+        x, total = given(), 0
+        for number in range(contexts):
+            with within(stash):
+                loss = net(x * (number + 2)).sum()
+            total = total + loss
+        total.backward()
+        return x.grad
+
+    expected = whole()
+    for _ in range(24):
+        _ = stash.plan
+        assert torch.equal(whole(), expected)
+    before = stash.stats()
+    for _ in range(24):
+        whole()
+        assert not stash._event_log.on, "no step is measured"
+    assert stash.stats().hooks_off - before.hooks_off == 24
+    assert stash.stats().written_bytes == before.written_bytes
+    stash.close()
+
+
+def test_an_unseen_step_that_exceeds_the_budget_is_noted(settled, memory):
+    def unseen():
+        return [each for each in settled.stats().notes if "hooks were off" in each]
+
+    step(model(), settled)
+    assert unseen() == []
+    with within(settled):
+        loss = model()(given() * 2).sum()
+    memory.hold(TWICE + 64 * MIB)
+    loss.backward()
+    step(model(), settled)
+    (note,) = unseen()
+    assert "was exceeded" in note and "228 MiB" in note
+    step(model(), settled)
+    assert unseen() == [note]

@@ -81,14 +81,14 @@ def session_with(make_of=lambda device, number: "no driver", lock=None):
     section.lock = lock or Lock()
     event_log = EventLog(lambda: (0,) * 5)
     cpu = Tiers()
-    return Session(
-        ReclaimQueue(),
-        section,
-        event_log,
-        lambda driver, number: cpu if (driver, number) == (None, 0) else None,
-        make_of,
-        keep=77,
+    config = SimpleNamespace(
+        reclaim_queue=ReclaimQueue(),
+        section=section,
+        event_log=event_log,
+        tiers=lambda driver, number: cpu if (driver, number) == (None, 0) else None,
+        tiers_of=make_of,
     )
+    return Session(config, keep=77)
 
 
 # Tiers.
@@ -150,7 +150,9 @@ def test_a_session_that_begins_anew_holds_nothing_and_knows_the_threads_that_are
     mine.saves, session.blocks_alive = 3, 2
     mine.waiting.append((lambda: None, False))
     old, made = session.predictor, Tiers()
-    session.restart(queue, lambda device, number: made, lambda device, number: "no driver")
+    session.restart(
+        SimpleNamespace(reclaim_queue=queue, tiers=lambda *_: made, tiers_of=lambda *_: "no driver")
+    )
     assert session.device_tiers == [made] and list(session.known_tiers) == [torch.device("cpu")]
     assert session.reclaim_queue is queue and session.predictor is not old
     assert session.thread_states == [mine] and not mine.waiting

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.modules.module as module_hooks
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 import backstash._budget.first_steps
 import backstash._budget.follower
@@ -25,6 +26,7 @@ from backstash._plan.table import REGION
 from backstash._plan.trace import Links
 from backstash._recompute.naming import largest_modules
 from backstash._torch.dispatch import dispatch_modes
+from backstash._torch.hook_stack import current_pair
 from backstash.errors import StashClosedError
 from backstash.plan import Plan
 from counted_memory import MIB, OTHER, CountedMemory
@@ -784,4 +786,34 @@ def test_a_forward_leaves_nothing_to_the_garbage_collector(is_found, memory, tmp
                 assert begun and not any(each() for each in begun)
         finally:
             gc.enable()
+    stash.close()
+
+
+def test_the_program_s_hooks_around_a_module_that_begins_a_plan(
+    memory, tmp_path, monkeypatch, only_regions
+):
+    """A plan that recomputes nothing stops looking at modules, in the hook of the first module of a step. That
+    module's own pair must be popped nevertheless, or the program's exit would pop it in place of its own."""
+    net, stash = model(Block), memory(budget=OTHER + SAVED // 2 + 8 * MIB, disk=tmp_path)
+    for _ in range(8):
+        step(net, stash)
+        _ = stash.plan
+    assert hooks_of_all_modules()
+    planned, stopped = regions.Region._planned, []
+
+    def stop(region, *given):
+        found = planned(region, *given)
+        stash._recorder.set_modules(on=False)
+        stopped.append(region)
+        return found
+
+    monkeypatch.setattr(regions.Region, "_planned", stop)
+    x = torch.randn(512, 512, generator=torch.Generator().manual_seed(0))
+    with stash:
+        with saved_tensors_hooks(lambda each: each.clone(), lambda each: each):
+            loss = net(x * 2).sum()
+        loss = loss * 2
+    assert current_pair() is None and len(stopped) == 1
+    loss.backward()
+    assert not hooks_of_all_modules() and not regions._ending
     stash.close()

@@ -32,6 +32,7 @@ class BudgetReports:
         self.exceeding = 0
         """The number of steps under a plan that exceeded the budget."""
         self._too_small: str | None = None  # the note that the budget cannot be kept
+        self._unseen, self._unseen_bytes = "", 0  # the note of note_unseen(), and its bytes
         self._refusal: str | None = None  # the message of the error that check() raises
 
     @property
@@ -62,7 +63,9 @@ class BudgetReports:
         self.exceeding += 1
         if self._strict and self._too_small is not None:
             self._refusal = self._too_small
-        elif self.exceeding == _WARNED_AT and (self._strict or not self.notes):
+        elif self.exceeding == _WARNED_AT and (
+            self._strict or not self.notes.keys() - {self._unseen}
+        ):
             note = (
                 f"{self._name} was exceeded in {_WARNED_AT} steps; the last one held "
                 f"{format_bytes(highest_bytes)}. {_LOADED if is_loaded else _LARGER}"
@@ -72,6 +75,18 @@ class BudgetReports:
             else:
                 self._warn(note)
         return True
+
+    def note_unseen(self, highest_bytes: int) -> None:
+        """Note that a step whose saves were not all seen, or what followed it, held too much. It counts as no
+        step that exceeded the budget, since that is not known."""
+        if highest_bytes > max(self._budget + self._budget // _MARGIN, self._unseen_bytes):
+            self.notes.pop(self._unseen, None)
+            self._unseen_bytes = highest_bytes
+            self._unseen = (
+                f"{self._name} was exceeded: a step whose hooks were off, or what followed it, held up to "
+                f"{format_bytes(highest_bytes)}"
+            )
+            self.notes[self._unseen] = None
 
     def check(self) -> None:
         """Raise what an ended step was found to be.

@@ -248,6 +248,7 @@ class Planner(Controller):
             # Free memory that this step began with is no reason to plan again.
             highest_bytes = max(min(highest_bytes, self._budget), highest_bytes - kept_free_bytes)
             if not ended.was_seen:  # it may have saved more than assumed; the next step is checked
+                self._reports.note_unseen(highest_bytes)
                 highest_bytes = min(highest_bytes, self._budget)
             self._count_exceeding(highest_bytes)
             if ended.was_larger:

@@ -85,7 +85,8 @@ class StepShape:
         ended = EndedStep(
             self.is_larger,
             self._saved_bytes - self._again_bytes,
-            self._asked_bytes,
+            # What was not seen is taken to be as much as in the planned step.
+            self._asked_bytes if self._is_seen else max(self._asked_bytes, self._known_asked_bytes),
             self._most_asked_bytes,
             self._is_seen,
         )
@@ -162,9 +163,9 @@ class StepShape:
         return self._is_seen
 
     def take_rest_as_known(self) -> None:
-        """Assume that the rest of this step saves what the planned step saved: its saves are not seen."""
+        """Assume that this step saves what the planned step saved: some of its saves are not seen. (Those of a
+        later context are: a step may have several.)"""
         self._is_seen = False
-        self._asked_bytes = max(self._asked_bytes, self._known_asked_bytes)
 
     def asked_more(self) -> tuple[int, int] | None:
         """Compare as :meth:`count` does, for all saves of this step, if they are an eighth more than in any

@@ -5,10 +5,11 @@ more than the 1 percent by which a step that fits may become slower. The rest of
 if the step begins like those before it, and these leave a tenth of the budget free, or the last 16 saved the
 same; or if it would fit even if it took twice as much as any step so far. The first blocks are enough to know
 when its backward runs. The next step begins by reading the peak of the process. So a step that suddenly saves
-more may exceed the budget unseen, and the next one may exceed it while the allocator keeps what that step took.
+more may exceed the budget unseen, and the next few may exceed it while the allocator keeps what that step took.
 
 Only the next ``with stash:`` installs the hooks again. So they are removed only in a context that is known to
-have one step: the last context that the same statement entered had one.
+have one step: the last context that the same statement entered had one. If this one then has several, all of
+them go unseen.
 """
 
 from __future__ import annotations

@@ -16,15 +16,13 @@ from typing import Any
 import torch
 
 from .._device.base import Device
-from .._runtime.critical_section import CriticalSection
-from .._runtime.reclaim import Cleanup, ReclaimQueue
-from .._runtime.trace import EventLog
+from .._runtime.reclaim import Cleanup
 from .._saved.access_order import AccessPredictor
 from .._saved.block import Block, BlockCleanup
 from .._saved.save_counts import SaveCounts
 from .._saved.thread_state import Counts, ThreadState
 from .._tiers.backing import DiskCleanup
-from .._tiers.device_tiers import DeviceTiers
+from .._tiers.device_tiers import DeviceTiers, TierConfig
 from .._tiers.host_backing import HostCleanup
 from .._tiers.small_steps import SMALL_STEP_BYTES, SmallSteps
 from .._torch.engine import sequence_number
@@ -44,11 +42,7 @@ class Session:
     ``restart`` and ``tiers_of``.
 
     Args:
-        reclaim_queue: the cleanups of dead objects.
-        section: the critical section of the stash.
-        event_log: receives events of blocks that died, while there is a recording.
-        make: returns the tiers of a device for ``(driver, number)``; the driver is ``None`` for the CPU.
-        make_of: returns the tiers of an accelerator for its ``torch.device``, or the reason why it has none.
+        config: builds the tiers of each device.
         keep: bytes that may stay in place on each device; ``None``: no limit; ``"auto"``: half of the memory
             that is free when a step begins.
         min_bytes: tensors with a smaller storage stay in place; ``None``: 64 KiB, or the planner's value.
@@ -58,43 +52,34 @@ class Session:
 
     def __init__(
         self,
-        reclaim_queue: ReclaimQueue,
-        section: CriticalSection,
-        event_log: EventLog,
-        make: Callable[[Any, int], DeviceTiers],
-        make_of: Callable[[torch.device, int], DeviceTiers | str],
+        config: TierConfig,
         *,
         keep: int | str | None,
-        controller_for: Callable[[Device | None], Controller | None] = lambda device: None,
+        controller_for: Callable[[Device | None], Controller | None] | None = None,
         min_bytes: int | None = None,
     ) -> None:
-        self.section = section
+        self.section = config.section
         self._least = min_bytes
         self.min_bytes = MIN_BYTES if min_bytes is None else min_bytes
         """Tensors with a smaller storage stay in place."""
-        self._controller_for = controller_for
+        self._controller_for = controller_for or (lambda device: None)
         self.planners: dict[int, Controller] = {}
         """The controllers, by the number of the device."""
         self._due: set[int] = set()  # devices whose planner was not notified of the step yet
         self.small_steps: dict[int, SmallSteps] = {}
         """Keeps small steps in memory, by the number of the device, if that is enabled."""
-        section.rebuilt_by(self.rebuild)
+        self.section.rebuilt_by(self.rebuild)
         self._keep = keep  # also for devices that are added later
         self.thread_states: list[ThreadState] = []
         self.uses = 0
         """Uses of blocks by backward so far. A thread's allowance is valid while this does not change."""
-        self.event_log = event_log
-        self.restart(reclaim_queue, make, make_of)
+        self.event_log = config.event_log
+        self.restart(config)
 
-    def restart(
-        self,
-        reclaim_queue: ReclaimQueue,
-        make: Callable[[Any, int], DeviceTiers],
-        make_of: Callable[[torch.device, int], DeviceTiers | str],
-    ) -> None:
+    def restart(self, config: TierConfig) -> None:
         """Hold nothing. Called at construction and in a forked child, where the blocks belong to the parent.
 
-        The arguments are the constructor's. Threads that are alive keep their states.
+        Threads that are alive keep their states.
         """
         # The CPU's planner continues. An accelerator does not exist in a forked process.
         for number in [number for number in self.planners if number]:
@@ -102,8 +87,8 @@ class Session:
         self.device_tiers: list[DeviceTiers] = []
         self.known_tiers: dict[torch.device, DeviceTiers | str] = {}
         """By device: its tiers, or the reason why it has none."""
-        self._make_of = make_of
-        self.reclaim_queue = reclaim_queue
+        self._config = config
+        self.reclaim_queue = config.reclaim_queue
         self.predictor: AccessPredictor[Block] = AccessPredictor()
         self.save_counts = SaveCounts()
         # With keep="auto": devices whose free memory is not read yet in this step.
@@ -114,7 +99,7 @@ class Session:
             thread_state.restart()
         self._ended = Counts()  # of threads that have ended
         self.blocks_alive = 0
-        self.put(_CPU, make(None, 0))
+        self.put(_CPU, config.tiers(None, 0))
         if self.small_steps:
             self.leave_small_steps(self.small_steps[0].most_bytes)
 
@@ -129,7 +114,7 @@ class Session:
         if tiers is None:
             with self.section.lock:
                 if device not in self.known_tiers:
-                    made = self._make_of(device, len(self.device_tiers))
+                    made = self._config.tiers_of(device, len(self.device_tiers))
                     if not isinstance(made, str):
                         self._begin(made)
                     # Stored last: an interrupt leaves unused tiers, not a device without any.

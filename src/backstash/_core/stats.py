@@ -94,7 +94,7 @@ class Stats:
     """Tensors that stayed in memory, by reason. If the reason begins with ``"not packed: "`` or
     ``"not recomputed: "``, the tensor only kept its size, and may have moved."""
     hooks_off: int
-    """How often the hooks were off for the rest of a context, because twice its step fits within the budget.
+    """How often the hooks were off for the rest of a context, because its step fits: see :class:`Stash`.
     Those saves are in no other figure."""
     notes: tuple[str, ...]
     """Fallbacks that were taken, each with its reason."""

@@ -60,8 +60,6 @@ class Forward:
     """Bytes of the blocks in ``saved``."""
     small_bytes: int = 0
     """Bytes of tensors too small to be blocks that recomputing would free, too."""
-    told_seconds: float = 0.0
-    """Seconds that fingerprints of these tensors take."""
     can_run_again: bool = False
     """Whether a replay was bit-equal."""
     seconds: float = 0.0
@@ -313,7 +311,7 @@ def traced_regions(
             TracedRegion(
                 each.name,
                 tuple(members),
-                each.told_seconds,
+                0.0,
                 _again_seconds(each, graph, size),
                 beside,
                 each.index,
@@ -335,9 +333,7 @@ def _again_seconds(forward: Forward, graph: CallGraph | None, size: float) -> fl
     A replay is timed by its operations. The forward itself takes longer while a step is recorded: on the CPU it
     allocates memory again that was returned to the system, and an accelerator may wait for the host.
     """
-    if graph is not None:
-        return graph.seconds * size
-    return forward.seconds + forward.told_seconds
+    return graph.seconds * size if graph is not None else forward.seconds
 
 
 def _cuts(

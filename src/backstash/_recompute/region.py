@@ -908,6 +908,7 @@ class FoundModules:
             _FoundHook(self, FoundModules._end), always_call=True
         )
         self._is_removed = False
+        self._beginning: list[None] = []  # forwards that begin now, on any thread
         weakref.finalize(self, _remove_all, (self._begins, self._ends)).atexit = False
 
     def remove(self) -> None:
@@ -920,7 +921,8 @@ class FoundModules:
     def _end_if_idle(self) -> None:
         sessions = {region.session for _, region in self.regions.values()}
         scopes = [s for session in sessions for each in session.thread_states for s in each.scopes]
-        if not any(isinstance(each.hooks.pack_hook, Call | Once) for each in scopes):
+        is_idle = not any(isinstance(each.hooks.pack_hook, Call | Once) for each in scopes)
+        if is_idle and not self._beginning:
             self._ends.remove()
             _ending.discard(self)
 
@@ -931,8 +933,17 @@ class FoundModules:
 
     def _begin(self, region: Region, module: nn.Module, args: Any) -> None:
         frame = call_frame()
-        if frame is not None:
+        if frame is None:
+            return
+        self._beginning.append(
+            None
+        )  # its scope comes last, and a new plan may remove this object before
+        try:
             region.begin(frame, module, args, frame.f_locals.get("kwargs") or {})
+        finally:
+            self._beginning.pop()
+            if self._is_removed:
+                self._end_if_idle()
 
     def _end(self, region: Region, module: nn.Module, args: Any, output: Any) -> None:
         region.end(call_frame(), module, args, output)

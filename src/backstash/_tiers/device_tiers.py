@@ -36,7 +36,7 @@ from .resident import ResidentSet
 from .segments import Segments
 from .windows import FollowingWindows
 
-__all__ = ["DeviceTiers", "TierConfig"]
+__all__ = ["DeviceTiers", "TierConfig", "TierSizes"]
 
 
 class DeviceTiers(Ledger):
@@ -112,6 +112,24 @@ class DeviceTiers(Ledger):
 
 
 @dataclass(frozen=True, slots=True)
+class TierSizes:
+    """What the user of a stash gave for the tiers of each device, in bytes."""
+
+    host: int | None
+    """The ``host`` budget; -1: all devices share half of the spare host memory."""
+    inflight: int
+    """The window for writes."""
+    prefetch: int
+    """The window for loads."""
+    follows: tuple[bool, bool]
+    """Whether each window follows what a step saves (:class:`FollowingWindows`). For the CPU only."""
+    on_full: str
+    """``"keep"`` or ``"raise"``."""
+    makes_ahead: bool
+    """Whether derived blocks may be computed ahead of need."""
+
+
+@dataclass(frozen=True, slots=True)
 class TierConfig:
     """The shared parts from which a stash builds the tiers of each device."""
 
@@ -131,18 +149,7 @@ class TierConfig:
     """Provides memory for reads from disk on the CPU."""
     freed: Callable[[int], None]
     """Called with the number of bytes of CPU memory that were freed."""
-    host: int | None
-    """The ``host`` budget of each device, in bytes; -1: all devices share half of the spare host memory."""
-    inflight: int
-    """The window for writes of each device, in bytes."""
-    prefetch: int
-    """The window for loads of each device, in bytes."""
-    follows: tuple[bool, bool]
-    """Whether each window follows what a step saves (:class:`FollowingWindows`). For the CPU only."""
-    on_full: str
-    """``"keep"`` or ``"raise"``."""
-    makes_ahead: bool
-    """Whether derived blocks may be computed ahead of need."""
+    sizes: TierSizes
     pools: list[PinnedPool] = field(default_factory=list)
     """The pinned pools of the devices so far."""
 
@@ -152,18 +159,18 @@ class TierConfig:
         disk = self._disk_tier() if device is None else None
         tier = disk if device is None else self._host_tier(device, number)
         memory = DeviceMemory(device) if device is not None else None
-        early = self.inflight if device is not None else 0
+        early = self.sizes.inflight if device is not None else 0
         freed = self.freed if device is None else _ignore
         resident = ResidentSet(self.event_log, early=early, memory=memory)
-        health = TierHealth(resident, tier, raises=self.on_full == "raise")
+        health = TierHealth(resident, tier, raises=self.sizes.on_full == "raise")
         inflight = InflightWrites(
-            resident, health, freed, self.event_log, window_bytes=self.inflight
+            resident, health, freed, self.event_log, window_bytes=self.sizes.inflight
         )
         segments = None  # small blocks share writes to a store; host memory takes them one by one
         if disk is not None:
             segments = Segments(disk, self.pool, resident, inflight, self.event_log)
-        is_off = device is not None or not self.makes_ahead
-        ahead = AheadSet(freed, window_bytes=self.prefetch, memory=memory)
+        is_off = device is not None or not self.sizes.makes_ahead
+        ahead = AheadSet(freed, window_bytes=self.sizes.prefetch, memory=memory)
         server = ViewServer(ahead, memory)
         made = MadeAhead(self.makers, self.pool, ahead, server, self.event_log, is_off=is_off)
         packer = Packer(
@@ -172,8 +179,8 @@ class TierConfig:
         evictor = Evictor(resident, health, inflight, tier=tier, segments=segments)
         prefetcher = Prefetcher(self.begin, tier, ahead, server, made, self.section, self.event_log)
         windows = None
-        if device is None and any(self.follows):
-            down, up = self.follows
+        if device is None and any(self.sizes.follows):
+            down, up = self.sizes.follows
             windows = FollowingWindows(inflight if down else None, ahead if up else None)
         return DeviceTiers(
             number, evictor, prefetcher, packer, tier=tier, device=device, windows=windows
@@ -185,13 +192,18 @@ class TierConfig:
         return DiskTier(self.store, self.begin, self.reclaim_queue, self.event_log, self.pool)
 
     def _host_tier(self, device: Device, number: int) -> LowerTier | None:
-        if self.host == 0:
+        if self.sizes.host == 0:
             return None
-        budget = self._more_host if self.host == -1 else self.host
+        budget = self._more_host if self.sizes.host == -1 else self.sizes.host
         pool = PinnedPool(budget, device)
         self.pools.append(pool)
         writeback = HostWriteback(
-            pool, self.store, self.begin, self.reclaim_queue, number=number, early=self.inflight
+            pool,
+            self.store,
+            self.begin,
+            self.reclaim_queue,
+            number=number,
+            early=self.sizes.inflight,
         )
         return HostTier(device, pool, writeback, self.reclaim_queue, self.section, number=number)
 
