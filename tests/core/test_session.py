@@ -404,7 +404,8 @@ def test_what_raises_while_it_is_settled_is_settled_again_and_counted_once():
 def test_an_interrupt_while_a_device_is_met_leaves_none_without_tiers(monkeypatch):
     stash = Stash(disk=MemoryStore(), host="1MiB")
     session, device = stash._session, torch.device("meta")
-    session._make_of = lambda device, number: stash._config.tiers(TwinDevice(), number)
+    made = stash._config.tiers
+    session._config = SimpleNamespace(tiers_of=lambda _, number: made(TwinDevice(), number))
 
     def interrupted(self, tiers):
         raise KeyboardInterrupt
