@@ -138,8 +138,8 @@ class Stash:
     the same. ``stats().hooks_off`` counts how often. Then the saved tensors are in no other figure. A tensor
     that was changed in place raises PyTorch's own ``RuntimeError``. A step that suddenly saves more may exceed
     the budget, and so may the next few; a note says so. The hooks stay on in a context that had several steps
-    the last time, in attached modules, with ``policy``, ``codec`` or :meth:`recompute`, inside other hooks, and
-    while a report records.
+    the last time (the first time, only its first step is seen), in attached modules, with ``policy``, ``codec``
+    or :meth:`recompute`, inside other hooks, and while a report records.
 
     Sizes are ints of bytes or strings with a unit, ``"512MiB"`` or ``"2GB"``. A ``budget`` or ``keep`` of 1 to
     4,095 without a unit is refused. The exception is ``budget=1``, which asks what any budget would cost. In a

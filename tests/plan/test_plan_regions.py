@@ -163,9 +163,7 @@ def test_what_a_replay_takes_is_measured(memory, tmp_path, monkeypatch):
     with stash.recompute(*net):
         settle(net, stash, steps=6)
         trace = stash.plan.trace
-        assert trace.regions and all(each.use_seconds >= 0.05 for each in trace.regions), (
-            "5 of them"
-        )
+        assert trace.regions and all(each.use_seconds >= 0.05 for each in trace.regions)
     stash.close()
 
 

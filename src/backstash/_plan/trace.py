@@ -87,7 +87,7 @@ class TracedRegion:
     members: tuple[int, ...]
     """The blocks discarded then, as indices in ``Trace.blocks``: those that nothing else saves."""
     save_seconds: float = 0.0
-    """Seconds that fingerprints of them add when they are saved."""
+    """Seconds that the hooks of their saves take."""
     use_seconds: float = 0.0
     """Seconds that the replay adds at the first use of a member."""
     beside_bytes: int = 0

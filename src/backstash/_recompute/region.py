@@ -935,9 +935,8 @@ class FoundModules:
         frame = call_frame()
         if frame is None:
             return
-        self._beginning.append(
-            None
-        )  # its scope comes last, and a new plan may remove this object before
+        # A new plan may remove this object before the forward has a scope.
+        self._beginning.append(None)
         try:
             region.begin(frame, module, args, frame.f_locals.get("kwargs") or {})
         finally:
