@@ -394,7 +394,7 @@ def test_what_fits_is_timed_beside_plain_steps():
 def test_ways_take_turns_and_their_gradients_are_plain_ones(tmp_path: Path) -> None:
     out = tmp_path / "turns.json"
     command = [sys.executable, "benchmarks/interleaved.py", "--tiny", "--models", "resnet152"]
-    command += ["--rounds", "1", "--ways", "selective|checkpoint 2|recompute 4"]
+    command += ["--rounds", "1", "--ways", "selective|checkpoint 2|recompute 4|on the host|TRL"]
     command += ["--disk", str(tmp_path), "--out", str(out)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -403,10 +403,14 @@ def test_ways_take_turns_and_their_gradients_are_plain_ones(tmp_path: Path) -> N
         "plain",
         "checkpoint 2 of 4",
         "selective checkpoint",
+        "checkpoint on the host",
+        "TRL OffloadActivations",
         "recompute 4 of 4",
         "budget, checkpoint 2 of 4",
+        "budget, checkpoint on the host",
         "budget that fits",
     ]
+    assert found.pop("TRL OffloadActivations") == {"failed": "TRL needs an accelerator"}
     for name, each in found.items():
         assert each["equal"] and len(each["seconds"]) == len(each["host_seconds"]) == 2, name
         assert "busy_seconds" in each["profile"], name
