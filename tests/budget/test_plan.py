@@ -932,7 +932,7 @@ def with_free(memory, tmp_path):
 
 def test_what_is_free_is_given_back_before_a_step(with_free):
     planner, free, given_back, run = with_free
-    planner._guard.fail_trial()
+    planner._guard._frees_at_start = True
     planner._keep_less = lambda: None
     moved = run()
     free[0] = 6 * MIB
@@ -941,21 +941,17 @@ def test_what_is_free_is_given_back_before_a_step(with_free):
 
 
 def test_what_a_step_does_not_use_again_is_given_back_before_it_exceeds(with_free):
-    """One step is tried that gives nothing back; then it is known that all of them have to."""
+    """And not as the step begins: most of what is free is used again."""
     planner, free, given_back, run = with_free
     guard, begun = planner._guard, []
     moved, begin = run(), guard.begin_step
-    guard._most_kept_free, guard._most_at_start = None, OTHER + MIB
+    guard._most_at_start = OTHER + MIB
     guard.begin_step = lambda: (begun.append(len(given_back)), begin())
-    given_back.clear()
-    free[0] = 12 * MIB
-    assert run() == moved
-    assert begun == [0] and given_back[0] == 12 * MIB, "while it saved"
-    for _ in range(2):
+    for _ in range(3):
         given_back.clear()
         free[0] = 12 * MIB
         assert run() == moved
-        assert begun[-1] == 1 and given_back[0] == 12 * MIB, "as it began"
+        assert begun[-1] == 0 and given_back[0] == 12 * MIB, "while it saved"
 
 
 def test_a_disk_that_can_hold_less_than_a_budget_needs_makes_it_too_small(memory, tmp_path):
@@ -982,14 +978,32 @@ def test_giving_back_takes_a_twentieth_of_the_time_at_most(with_free, monkeypatc
     assert not planner._guard.release()
     clock[0] += 2.0
     assert planner._guard.release()
-    # A step that is tried begins with more than it should have, and gives it back once as soon as it must.
-    guard, held = planner._guard, planner._guard.most
-    monkeypatch.setattr(guard._meter, "now", lambda: held)
-    guard._most_kept_free = None
-    assert not guard.must_free_at_start(always=False, may_try=True) and guard.is_trying
-    assert guard.release() and guard._most_kept_free == 0
+    # A step that began with free memory gives it back once as soon as it must.
+    guard, held = planner._guard, [planner._guard.most]
+    monkeypatch.setattr(guard._meter, "now", lambda: held[0])
+    assert not guard.must_free_at_start(always=False) and guard.keeps_free
+    assert guard.release()
     assert not guard.release()
-    assert guard.must_free_at_start(always=False, may_try=True) and not guard.release()
+
+
+def test_an_exceeded_budget_waits_for_nothing_if_memory_can_be_given_back():
+    held, free = [0], [0]
+
+    def trim():
+        held[0] -= free[0]
+
+    guard = MemoryGuard(SimpleNamespace(now=lambda: held[0] * MIB), 98 * MIB, 100 * MIB, trim)
+
+    def returns(nbytes, *, frees, waits):
+        held[0], free[0] = nbytes, frees
+        guard._release_after = math.inf if waits else 0.0
+        return guard.release()
+
+    assert returns(90, frees=20, waits=False)
+    assert not returns(99, frees=20, waits=True), "the budget is kept"
+    assert returns(101, frees=20, waits=True)
+    assert returns(101, frees=1, waits=True), "the last one returned much"
+    assert not returns(101, frees=20, waits=True), "this one did not"
 
 
 @pytest.mark.parametrize("is_tight", [False, True])
@@ -1160,7 +1174,7 @@ def test_what_an_operation_takes_until_it_ends_counts_before_there_is_a_plan():
     assert backward((50, 90), (52, 52), (54, 54)) == []
     assert backward((50, 52), (56, 56), (60, 60)) == []
     assert backward((50, 52), (61, 61)) == [61], "40 were sampled beyond 50"
-    guard.plan_for(30 * MIB)
+    guard.plan_for(30 * MIB, 98 * MIB)
     assert backward((50, 52), (61, 61)) == []
     guard.keeps_free = True
     assert backward((50, 52), (61, 61)) == [61], "what is free was not given back before this step"
@@ -1400,64 +1414,52 @@ def guarded():
     meter = ProcessMeter(lambda: 0)
     meter.now = lambda: held[0] * MIB
     guard = MemoryGuard(meter, 98 * MIB, 100 * MIB, lambda: given_back.append(held[0]))
-    guard.plan_for(30 * MIB)
+    guard.plan_for(30 * MIB, 95 * MIB)
 
-    def run(at_start, *levels, always=False, may_try=True, is_alike=True):
-        """Whether it gave memory back as it began, was tried, and gave some back later."""
+    def run(at_start, *levels, always=False):
+        """Whether it gave memory back as it began, and later."""
         given_back.clear()
         guard._release_after = 0.0  # however long it took before
         held[0] = at_start
-        must_free = guard.must_free_at_start(always=always, may_try=may_try)
-        guard.take_highest()
+        must_free = guard.must_free_at_start(always=always)
         guard.begin_step()
-        is_tried = guard.is_trying
         for held[0] in levels:
             guard.over()
-        if is_tried:
-            guard.end_trial(guard.highest_bytes, is_alike=is_alike)
-        return must_free, is_tried, bool(given_back)
+        guard.take_highest()
+        return must_free, bool(given_back)
 
     return guard, run
 
 
-def test_one_step_is_tried_that_keeps_what_is_free(guarded):
+def test_a_step_begins_with_what_is_free_unless_one_that_did_exceeded_the_budget(guarded):
     guard, run = guarded
-    assert run(65, 95) == (False, False, False), "all that it may add fits"
-    assert run(75, 95, always=True) == (True, False, False)
-    assert run(75, 95, may_try=False) == (True, False, False)
-    assert run(99, 95) == (True, False, False), "it would hold too much at once"
-    assert run(75, 80, is_alike=False) == (False, True, False)
-    assert run(75, 95) == (False, True, False), "the last one told nothing"
-    assert run(75, 98) == (False, False, False), "it used again what was free"
-    assert run(78, 98) == (False, False, False), "it leaves as much below 98 as the tried one did"
-    assert run(79, 95, may_try=False) == (True, False, False), "it does not"
-    assert run(79, 95) == (False, True, False), "so it is tried"
-    assert run(82, 98) == (False, False, False)
-    guard.plan_for(28 * MIB)
-    assert run(75, 95) == (False, True, False), "under another plan"
-    assert run(75, 99) == (False, False, True)
-    assert run(75, 95) == (True, False, False), "it had to give memory back"
-    guard.plan_for(28 * MIB)
-    assert run(75, 95) == (True, False, False), "nor under any other plan"
+    assert run(65, 95) == (False, False) and not guard.keeps_free, "all that it may add fits"
+    assert run(75, 95, always=True) == (True, False)
+    assert run(99, 95) == (True, False), "it would hold too much at once"
+    assert run(75, 95) == (False, False) and guard.keeps_free
+    assert run(75, 99) == (False, True), "it had to give memory back"
+    assert run(75, 95) == (False, False)
+    assert run(75, 101) == (False, True)
+    assert run(75, 95) == (True, False), "none begins so from now on"
+    guard.plan_for(28 * MIB, 95 * MIB)
+    assert run(75, 95) == (True, False), "nor under any other plan"
 
 
-@pytest.mark.parametrize(("before", "levels"), [(0, (99,)), (10, (91,))])
-def test_a_step_that_gives_memory_back_after_all_is_the_last_one_tried(guarded, before, levels):
-    """It held more than 98, or could have held more than 100 before the next look."""
+def test_a_step_gives_memory_back_where_the_growth_between_two_looks_could_exceed(guarded):
     guard, run = guarded
-    guard._growth = before * MIB
-    assert run(75, *levels) == (False, True, True)
-    assert run(75, 85) == (True, False, False)
+    guard._growth = 10 * MIB
+    assert run(75, 90) == (False, False)
+    assert run(75, 91) == (False, True)
 
 
-def test_growth_where_blocks_moved_keeps_no_step_from_being_tried_where_all_stays(guarded):
+def test_growth_where_blocks_moved_does_not_count_where_all_stays(guarded):
     guard, run = guarded
     guard._growth = guard._sampled_growth = 30 * MIB
-    guard.plan_for(30 * MIB)
-    assert run(75, 95) == (True, False, False), "with 30 more it would exceed 100"
-    guard.plan_for(30 * MIB, is_left=True)
+    guard.plan_for(30 * MIB, 95 * MIB)
+    assert run(75, 95) == (True, False), "with 30 more it would exceed 100"
+    guard.plan_for(30 * MIB, 95 * MIB, is_left=True)
     assert guard._growth_now == 30 * MIB, "in steps that give back what is free"
-    assert run(75, 95) == (False, True, False)
+    assert run(75, 95) == (False, False)
     assert guard._growth_now == 0
     guard.begin_step()
     for held in (60, 66):
@@ -1469,13 +1471,68 @@ def test_growth_where_blocks_moved_keeps_no_step_from_being_tried_where_all_stay
 def test_a_step_that_keeps_what_is_free_gives_it_back_as_soon_as_it_must(guarded):
     """However little time has passed since that was done: it is the first time in this step."""
     guard, run = guarded
-    assert run(75, 90) == (False, True, False)
-    assert run(75, 90) == (False, False, False) and guard.keeps_free
+    assert run(75, 90) == (False, False) and guard.keeps_free
     guard._meter.now = lambda: 75 * MIB
-    assert not guard.must_free_at_start(always=False, may_try=True)
+    assert not guard.must_free_at_start(always=False)
     guard._release_after = math.inf
     assert guard.release() and not guard.release()
-    assert guard.must_free_at_start(always=False, may_try=True), "none begins so from now on"
+
+
+def test_backward_gives_back_at_once_what_no_plan_holds(guarded):
+    """Else only after it has used a part of the budget, since the next forward takes it again."""
+    guard, _ = guarded
+    given_back, held = [], [0]
+    guard.trim = lambda: given_back.append(held[0])
+    guard._meter.now = lambda: held[0] * MIB
+    guard._growth = 10 * MIB
+
+    def first_use(level):
+        guard.begin_step()
+        guard._release_after = 0.0
+        given_back.clear()
+        held[0] = level
+        guard.note_used(2 * MIB)
+        return given_back == [level]
+
+    assert not first_use(94), "as much as the plan holds"
+    assert first_use(96)
+
+
+def test_less_is_left_unseen_where_peaks_differ_from_step_to_step(guarded):
+    """As of a heap that grows although no more is in use."""
+    guard, _ = guarded
+    guard._meter.now = lambda: 40 * MIB
+    for peak in (60, 70, 80):
+        guard.note_peak(peak * MIB)
+    assert guard.part_of_what_is_left(4, 1) > 0
+    guard.note_peak(81 * MIB)
+    assert guard.part_of_what_is_left(4, 1) == -1, "the next one may hold 102"
+    for _ in range(4):
+        guard.note_peak(81 * MIB)
+    assert guard.part_of_what_is_left(4, 1) > 0
+    guard._growth = 20 * MIB
+    assert guard.part_of_what_is_left(4, 1) == -1, "so may it by what one operation adds"
+
+
+def test_steady_steps_go_unseen_only_if_their_peaks_are_steady_too(guarded):
+    guard, _ = guarded
+    guard._meter.now = lambda: 40 * MIB
+    guard._meter.ever_peak_bytes = lambda: 92 * MIB
+
+    def fits(*peaks):
+        for peak in peaks:
+            guard.note_peak(peak * MIB)
+        guard.begin_step()
+        found = []
+        for _ in range(2):
+            found.append(guard.fits_unseen(30 * MIB, 92 * MIB, is_known=True, is_steady=True))
+            guard.begin_step()
+        return found[-1]
+
+    assert not fits(90, 90, 90), "too few are known"
+    assert fits(90)
+    assert not fits(82), "the next one may hold 100"
+    assert fits(90, 90, 90, 90)
 
 
 def test_the_first_step_under_a_plan_gives_back_what_is_free(memory, tmp_path):
@@ -1499,30 +1556,11 @@ def test_the_first_step_under_a_plan_gives_back_what_is_free(memory, tmp_path):
     stash.close()
 
 
-def test_an_accelerators_guard_tries_none():
-    guard = MemoryGuard(ProcessMeter(), 98 * MIB, 100 * MIB, lambda: None, tries=False)
+def test_on_an_accelerator_no_step_begins_with_what_is_free():
+    guard = MemoryGuard(ProcessMeter(), 98 * MIB, 100 * MIB, lambda: None, keeps_free=False)
     guard._meter.now = lambda: 75 * MIB
-    guard.plan_for(30 * MIB)
-    assert guard.must_free_at_start(always=False, may_try=True)
-
-
-def test_what_samples_saw_of_a_step_that_is_tried_counts(with_free, memory):
-    """Between two looks it held more than plans use: nothing that a look finds would tell."""
-    planner, free, given_back, run = with_free
-    guard = planner._guard
-    guard._growth = 0
-    guard.over, guard.release = lambda: 0, lambda: False
-    run()
-    guard._most_kept_free, guard._most_at_start = None, OTHER + MIB
-    given_back.clear()
-    memory.other = lambda: OTHER + max(0, free[0] - memory.saved_bytes())
-    free[0] = 6 * MIB
-    run()
-    assert guard.is_trying and planner._recording.is_on
-    planner._meter._samples.append((0.0, guard.most + 1, 0))
-    run()
-    assert guard._most_kept_free == 0 and not planner._recording.is_on
-    assert given_back == [6 * MIB], "as the next one began"
+    guard.plan_for(30 * MIB, 98 * MIB)
+    assert guard.must_free_at_start(always=False)
 
 
 @pytest.mark.parametrize("keeps_free", [True, False])
@@ -1538,7 +1576,7 @@ def test_what_is_held_because_nothing_was_given_back_is_not_blamed_on_the_plan(
     run()
     assert planner._reports.exceeding == (not keeps_free)
     assert (planner._corrections.bias_bytes > 50 * MIB) == (not keeps_free)
-    assert guard._most_kept_free == 0 or not keeps_free, "none begins so from now on"
+    assert guard._frees_at_start == keeps_free, "none begins so from now on"
 
 
 def test_what_is_held_beyond_that_is(with_free):
@@ -2057,15 +2095,15 @@ def test_other_budgets_are_planned_from_the_same_step(memory, tmp_path):
         Plan.from_trace({"format": 1}, "1GiB")
 
 
-def test_a_step_is_tried_only_where_one_operation_more_keeps_the_budget():
+def test_a_step_begins_with_what_is_free_only_where_one_operation_more_keeps_the_budget():
     """What came between two looks may come between any two."""
     held, growth = [90], 8
     guard = MemoryGuard(SimpleNamespace(now=lambda: held[0]), 98, 100, lambda: None)
-    guard.plan_for(30)
+    guard.plan_for(30, 98)
     guard._sampled_growth = growth
-    for held[0], is_tried in ((93, False), (92, True)):
-        assert guard.must_free_at_start(always=False, may_try=True) != is_tried
-        assert guard.is_trying == is_tried
+    for held[0], is_kept in ((93, False), (92, True)):
+        assert guard.must_free_at_start(always=False) != is_kept
+        assert guard.keeps_free == is_kept
 
 
 def test_strict_raises_where_a_budget_cannot_be_kept(memory, tmp_path):

@@ -1,10 +1,11 @@
 """Compare the memory that a device holds with a budget, and return free memory to the system.
 
-Free memory that the process still holds is returned before a measured step, before the first step under a plan
-that begins with more than the plan leaves free, and in backward. There it waits until backward has used a part
-of the budget and the largest growth between two readings could exceed the budget. It takes at most a twentieth
-of the time. Using that memory again costs page faults, and most steps reuse what is free. So one step under
-each plan is tried that begins without returning it (see :meth:`MemoryGuard.must_free_at_start`).
+A process keeps memory that its tensors freed, and most of a step's tensors reuse it. Where they do not, what
+the process holds would exceed the budget although less is in use. So free memory is returned when a reading
+finds more than plans use, or so much that the largest growth between two readings could exceed the budget. That
+takes at most a twentieth of the time. Using returned memory again costs page faults, so it is not returned
+earlier than that: as a step begins only before a measured one, or if nothing else keeps the budget (see
+:meth:`MemoryGuard.must_free_at_start`).
 
 What the process holds between two steps, after an evaluation for example, belongs to no step, unless it exceeds
 the budget three times in a row.
@@ -13,6 +14,7 @@ the budget three times in a row.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 
 from .meter import Meter
@@ -22,6 +24,7 @@ __all__ = ["MemoryGuard"]
 _RELEASE_REST = 20  # times as long as giving memory back took, it is not done again
 _LOOK_BYTES = 1 << 20  # that backward uses between two looks; the least that is saved between two
 _SPARE_PART = 10  # of the budget, that a step which nobody looks at leaves free
+_COMPARED_STEPS = 4  # whose peaks show how much less is enough
 _LATE_STEPS = 3
 _HELD_BACK_PART = 32  # a first step leaves 1/32 of the most bytes free
 _USED_PART = 32  # backward uses 1/32 of the most bytes before freed memory is returned
@@ -35,7 +38,7 @@ class MemoryGuard:
         most: the most bytes that should be held.
         budget: the most bytes that may be held, slightly more than ``most``.
         trim: return free memory of the process to the system.
-        tries: whether to try a step that begins without that: see :meth:`must_free_at_start`.
+        keeps_free: whether a step may begin without that: see :meth:`must_free_at_start`.
     """
 
     def __init__(
@@ -45,7 +48,7 @@ class MemoryGuard:
         budget: int,
         trim: Callable[[], None],
         *,
-        tries: bool = True,
+        keeps_free: bool = True,
     ) -> None:
         self._meter = meter
         self.most = most
@@ -56,11 +59,13 @@ class MemoryGuard:
             most  # if more is held, fewer blocks stay; it rises with each excess that was handled
         )
         self._release_after = 0.0
+        self._has_returned_much = (
+            False  # the last release returned as much as backward has to use before it
+        )
         self.highest_bytes = 0
         """The most bytes seen since :meth:`take_highest`."""
         self._most_at_start = budget
-        # A step that begins with up to these bytes and returns nothing keeps `most`; None: not tried yet.
-        self._most_kept_free: int | None = None if tries else 0
+        self._frees_at_start = not keeps_free  # each step with more than its plan leaves free
         self._start_bytes = 0  # bytes held as this step began
         self._avoided_bytes = 0  # in this step, see avoided_bytes
         self.avoided_bytes = 0
@@ -70,8 +75,6 @@ class MemoryGuard:
         self.keeps_free = False
         """Whether this step began with more than the plan leaves free, and nothing was returned to the
         system."""
-        self.is_trying = False
-        """Whether this step tries that."""
         # The first release in a step that keeps free memory does not wait for the interval.
         self._is_due = False
         # In backward: bytes used since the last reading, and since memory was returned; bytes held at the last
@@ -82,15 +85,18 @@ class MemoryGuard:
         # The larger of both since all blocks are unmanaged; None: they are not.
         self._left_growth: int | None = None
         self._has_plan = False
+        self._expected_bytes = most  # what is in use, at most; what is held beyond that is free
         # Bytes held where this step and the one before first asked whether the rest may be unseen.
         self._asked_at: int | None = None
         self._asked_before: int | None = None
+        self._peaks: deque[int] = deque(maxlen=_COMPARED_STEPS)  # of the last steps that were seen
 
-    def plan_for(self, grown_bytes: int, *, is_left: bool = False) -> bool:
-        """Follow a plan whose steps grow by at most this many bytes.
+    def plan_for(self, grown_bytes: int, peak_bytes: int, *, is_left: bool = False) -> bool:
+        """Follow a plan.
 
         Args:
-            grown_bytes: the most that a step holds beyond what it began with.
+            grown_bytes: the most that its steps hold beyond what they began with.
+            peak_bytes: the most that they hold.
             is_left: all blocks stay in place. Then growth that was seen while blocks moved does not keep a step
                 from beginning with free memory.
 
@@ -98,25 +104,21 @@ class MemoryGuard:
             Whether the process now holds more than a step may begin with.
         """
         self._has_plan = True
+        self._expected_bytes = peak_bytes
         self._most_at_start = self.most + self._margin - grown_bytes
-        if self._most_kept_free:
-            self._most_kept_free = None  # it was measured under the previous plan
-        self.is_trying = self.keeps_free = self._is_due = False
+        self.keeps_free = self._is_due = False
         self._left_growth = 0 if is_left else None
         return self._meter.now() > self._most_at_start
 
-    def must_free_at_start(self, *, always: bool, may_try: bool) -> bool:
-        """Return whether to return free memory to the system as a step begins: if the step would exceed the
-        budget without reusing any of it, or with ``always``.
+    def must_free_at_start(self, *, always: bool) -> bool:
+        """Return whether to return free memory to the system as a step begins.
 
-        Allocating that memory again takes time, and most steps reuse what is free. So the guard tries one step
-        (``may_try`` allows this one) that begins with so little that the largest growth between two readings
-        keeps the budget. In it nothing is returned until a reading finds more than ``most``, or so much that
-        this growth could exceed the budget. If that happens, no later step begins this way. Otherwise
-        :meth:`end_trial` gets the step's peak, and later steps begin this way until one has to return memory. A
-        step that begins with more than is known to keep ``most`` is tried, too.
+        If the step's plan leaves that much free, that is so only with ``always``. If the plan does not, the
+        step could exceed the budget without reusing any of it. Most steps reuse it, and in them nothing is
+        returned until a reading requires it. But what is held must leave room for the largest growth between
+        two readings; and once a step that began this way has exceeded the budget, no later one does.
         """
-        self.is_trying = self.keeps_free = self._is_due = False
+        self.keeps_free = self._is_due = False
         held = self._start_bytes = self._meter.now()  # this belongs to no step
         if always or held <= self._most_at_start:
             return always
@@ -124,23 +126,8 @@ class MemoryGuard:
         if growth is None:
             growth = max(self._growth, self._sampled_growth)
         is_safe = held <= self.most and held + growth <= self.most + self._margin
-        known = self._most_kept_free
-        self.is_trying = may_try and is_safe and (known is None or 0 < known < held)
-        self.keeps_free = self._is_due = self.is_trying or held <= (known or 0)
+        self.keeps_free = self._is_due = is_safe and not self._frees_at_start
         return not self.keeps_free
-
-    def end_trial(self, peak_bytes: int, *, is_alike: bool) -> None:
-        """End a step that was tried, with its peak. If the peak was at most ``most``, later steps keep free
-        memory, too, if they begin with no more than leaves the same distance to it; otherwise none ever does.
-        If the step had another shape than the planned one (``is_alike``), only an excess counts."""
-        if peak_bytes > self.most:
-            self.fail_trial()
-        elif is_alike and self._most_kept_free != 0:
-            self._most_kept_free = self._start_bytes + self.most - peak_bytes
-
-    def fail_trial(self) -> None:
-        """Stop keeping free memory: a step that did so held too much."""
-        self._most_kept_free = 0
 
     @property
     def kept_free_bytes(self) -> int:
@@ -186,6 +173,11 @@ class MemoryGuard:
 
     def part_of_what_is_left(self, parts: int, threads: int) -> int:
         """Return the bytes that each of some threads may allocate until the next call; -1: none."""
+        more = max(self._peak_spread, self._growth_now)
+        if self._peaks and max(self._peaks) + more > self._most_now + self._margin:
+            return (
+                -1
+            )  # the next peak may exceed the budget: backward has to be looked at more often
         left, threads = self.left_bytes, max(1, threads)
         nbytes = left // (parts * threads)
         if nbytes >= _LOOK_BYTES:
@@ -207,7 +199,9 @@ class MemoryGuard:
             peak_bytes: that steps are predicted to hold.
             is_known: the step began like those before it: then a tenth of the budget is to stay free. Else it
                 is to fit if it takes twice as much as any step did so far.
-            is_steady: the last steps saved the same: then a known one need not leave that tenth free.
+            is_steady: the last steps saved the same: then a known one need not leave that tenth free, but only
+                as much as their peaks differed by. (glibc's heap may grow from step to step although what it
+                holds does not.)
         """
         held = self.held()
         if self._asked_at is None:
@@ -217,14 +211,26 @@ class MemoryGuard:
         highest = max(self._meter.ever_peak_bytes(), peak_bytes)
         growth = max(0, highest - self._asked_before)
         expected = max(highest, held + growth)
-        spare = 0 if is_steady else self.most // _SPARE_PART
+        spare = self.most // _SPARE_PART
+        if is_steady and len(self._peaks) == _COMPARED_STEPS:
+            spare = min(spare, self._peak_spread)
         if is_known and expected <= self.most - spare:
             return True
         return expected + max(growth, saved_bytes) <= self.most
 
+    def note_peak(self, nbytes: int) -> None:
+        """Record the peak of a step that was seen to its end."""
+        self._peaks.append(nbytes)
+
+    @property
+    def _peak_spread(self) -> int:
+        return max(self._peaks, default=0) - min(self._peaks, default=0)
+
     def take_highest(self) -> int:
         """Return the most bytes seen in a step since the last call."""
         highest, self.highest_bytes = self.highest_bytes, 0
+        if self.keeps_free and highest > self.most + self._margin:
+            self._frees_at_start = True
         return highest
 
     def late_bytes(self) -> int:
@@ -283,8 +289,8 @@ class MemoryGuard:
         the process.
 
         Free memory is returned to the system only if the largest growth between two readings could exceed the
-        budget. A plan uses nearly all of ``most``, and the next forward has to allocate again what is returned
-        here.
+        budget: the next forward has to allocate again what is returned here. And only after backward has used a
+        part of it, or if more is held than the plan's steps do: that is free memory.
         """
         self._used_bytes += nbytes
         self._unlooked_bytes += nbytes
@@ -302,19 +308,21 @@ class MemoryGuard:
                 self._left_growth = max(self._left_growth, growth, sampled_growth)
         self._held_before = held
         is_near = held + self._growth_now > self._most_now + self._margin
-        if is_near and self._used_bytes > self.most // _USED_PART and self.release():
+        is_due = self._used_bytes > self.most // _USED_PART or held > self._expected_bytes
+        if is_near and is_due and self.release():
             self._used_bytes = self._held_before = 0
 
     def release(self) -> bool:
         """Return free memory to the system, unless that has taken more than a twentieth of the time so far. The
-        first time in a step that began with free memory, do so in any case. Return whether it was done."""
-        if self.keeps_free:
-            self.fail_trial()
-        now = time.perf_counter()
-        if now < self._release_after and not self._is_due:
+        first time in a step that began with free memory, do so in any case; likewise if the budget is exceeded
+        and the last time returned much. Return whether it was done."""
+        held, now = self._meter.now(), time.perf_counter()
+        is_urgent = self._has_returned_much and held > self.most + self._margin
+        if now < self._release_after and not self._is_due and not is_urgent:
             return False
         self._is_due = False
         self.trim()
         ended = time.perf_counter()
         self._release_after = ended + _RELEASE_REST * (ended - now)
+        self._has_returned_much = held - self._meter.now() > self.most // _USED_PART
         return True

@@ -56,7 +56,7 @@ from .meter import Meter, ProcessMeter, Sample
 from .planned import Planned, RecomputedRegion
 from .record import Costs, StepRecord, beside_left, links_of, trace_of
 from .recording import StepRecording
-from .shape import EndedStep, StepShape
+from .shape import StepShape
 from .solving import Kept, Solving, left_alone
 
 __all__ = ["Planner", "auto_budget", "held_and_spare"]
@@ -106,7 +106,7 @@ class Planner(Controller):
         self._meter = meter(self._limits.held_bytes)
         self._budget = loaded.budget_bytes if loaded is not None else budget or 0
         most = usable_bytes(self._budget)
-        self._guard = MemoryGuard(self._meter, most, self._budget, trim, tries=device is None)
+        self._guard = MemoryGuard(self._meter, most, self._budget, trim, keeps_free=device is None)
         self._device = device
         self._device_name = device.name if device is not None else "cpu"
         self.regions = Regions() if tier is not None else None
@@ -207,16 +207,11 @@ class Planner(Controller):
         recording, first = self._recording, self._steps == 0
         ended = self._shape.begin_step(is_first=first)
         kept_free_bytes = self._guard.kept_free_bytes
-        if self._guard.keeps_free:
-            self._end_kept_free(ended)
         looked_bytes = self._guard.take_highest()
         highest_bytes = max(looked_bytes, self._guard.late_bytes())
         is_left = self.follower.plan.state == "left alone"
         anew_bytes, self._anew_bytes = self._anew_bytes, 0
-        must_give_back = self._guard.must_free_at_start(
-            always=recording.is_on and not is_left,
-            may_try=self.follower.choices is not None and not recording.is_on,
-        )
+        must_give_back = self._guard.must_free_at_start(always=recording.is_on and not is_left)
         if self._first_steps.mode == "left":
             self._meter.resume(
                 self._meter.pause()
@@ -247,7 +242,9 @@ class Planner(Controller):
             highest_bytes = max(highest_bytes, self._meter.known_peak_bytes)
             # Free memory that this step began with is no reason to plan again.
             highest_bytes = max(min(highest_bytes, self._budget), highest_bytes - kept_free_bytes)
-            if not ended.was_seen:  # it may have saved more than assumed; the next step is checked
+            if ended.was_seen:
+                self._guard.note_peak(max(looked_bytes, self._meter.known_peak_bytes))
+            else:  # it may have saved more than assumed; the next step is checked
                 self._reports.note_unseen(highest_bytes)
                 highest_bytes = min(highest_bytes, self._budget)
             self._count_exceeding(highest_bytes)
@@ -264,10 +261,6 @@ class Planner(Controller):
                         self._shape.ended_larger()
                 found = StepFigures(highest_bytes, seconds)
                 self._watch(record, found, looked_bytes, is_alike=is_alike)
-        if self._guard.is_trying:
-            self._guard.is_trying = not recording.is_on  # else it is measured for another purpose
-            if self._guard.is_trying:
-                recording.start()
 
     def _give_back(self) -> None:
         """Return free memory to the system as a step begins.
@@ -279,18 +272,6 @@ class Planner(Controller):
         self._guard.trim()
         self._anew_bytes = max(0, before - self._meter.now())
         self._meter.resume(paused)
-
-    def _end_kept_free(self, ended: EndedStep) -> None:
-        """End a step that began without returning free memory: see :meth:`MemoryGuard.must_free_at_start`."""
-        guard = self._guard
-        if guard.is_trying:
-            peak_bytes = max(guard.highest_bytes, self._meter.sampled_peak_bytes())
-            is_alike = self._shape.is_alike(ended, by_blocks=True) and not ended.was_larger
-            guard.end_trial(peak_bytes, is_alike=is_alike)
-            if not ended.was_larger:  # a larger step is planned for, from its record
-                self._recording.stop()
-        elif guard.highest_bytes > guard.most:
-            guard.fail_trial()
 
     def _measure(self, record: StepRecord | None, seconds: float, asked_bytes: int) -> None:
         first, solving = self._first_steps, self._solving
@@ -933,7 +914,8 @@ class Planner(Controller):
         at_start = trace.moments[0].other_bytes if trace.moments else 0
         is_left = self.follower.plan.state == "left alone"
         grown_bytes = max(solution.forecast.peak_bytes, solution.measured_bytes or 0) - at_start
-        holds_too_much = self._guard.plan_for(grown_bytes, is_left=is_left)
+        predicted_bytes = solution.predicted_bytes(bias_bytes)
+        holds_too_much = self._guard.plan_for(grown_bytes, predicted_bytes, is_left=is_left)
         again = [
             at
             for at, each in enumerate(trace.cut_at(solution.levels).regions)
@@ -951,7 +933,6 @@ class Planner(Controller):
         self._most_other_bytes = max(self._most_other_bytes, _most_other(trace))
         self._limits.planned_windows = solution.windows
         self._limits.set_windows(self._limits.planned_windows)
-        predicted_bytes = solution.predicted_bytes(bias_bytes)
         slack = max(0, self._budget - predicted_bytes)
         left_bytes = sum(trace.blocks[at].nbytes for at in left)
         managed_bytes = max(0, solution.forecast.resident_peak_bytes - left_bytes)
