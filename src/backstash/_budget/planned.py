@@ -95,7 +95,7 @@ class Planned:
             """The numbers of the saves to hold, because something outside the region saves the same storage."""
 
     def begin(self) -> bool:
-        """See :class:`~backstash._recompute.region.ForwardPlan`."""
+        """Return whether the forward is recorded or recomputed; if not, its saved tensors are held as usual."""
         with self._session.section.lock, self._session.section:
             way = self._planner.follower.way_of(self.name, self._index)
             if way == TRACED:
@@ -148,7 +148,7 @@ class Planned:
             self.forward.graph = self._region.graph
 
     def note_discarded(self, tensor: Tensor, value: int) -> None:
-        """See :meth:`ForwardPlan.note_discarded`: the saves of a module are told apart by their numbers."""
+        """Record that a save was discarded of the value of this number, in a forward of which a part stays."""
         if self.stays and value not in self._discarded:
             self._discarded.add(value)
             nbytes = tensor.untyped_storage().nbytes()
@@ -205,7 +205,7 @@ class Planned:
         return until - since if self._device is None else self._device.seconds_between(since, until)
 
     def pause(self) -> Any:
-        """Exclude what follows from a recorded step, until :meth:`end_trial`."""
+        """Exclude what follows from a recorded step, until :meth:`end_trial`, which gets what this returns."""
         return self._planner.pause() if self.forward is not None else None
 
     def end_trial(self, paused: Any) -> None:

@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from types import FrameType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +52,9 @@ from .replay import Timed, replay
 from .route import Discard, ForwardTape, Routes
 from .tape import UNSEEN, Place, Tape, operands_of, place_of, unpacked
 
+if TYPE_CHECKING:
+    from .._budget.planned import Planned
+
 __all__ = ["FoundModules", "Region"]
 
 _REFUSED = "not recomputed: "
@@ -63,66 +66,6 @@ _seeds = itertools.count()
 
 _Saved = tuple["Held", Tensor, int, list[nn.Module]]
 """A tensor that was saved, with the number of the save in its call, and the modules that were running."""
-
-
-class ForwardPlan(Protocol):
-    """A controller's instructions for one forward: whether to recompute it, and what to record."""
-
-    forward: Any
-    """The record of the forward, or ``None``. A recorded forward is not recomputed."""
-    left_bytes: int | None
-    """The bytes that the forward may save without their being managed; ``None``: they are."""
-    may_try: bool
-    """Whether the region may replay the forward now, to compare."""
-
-    def begin(self) -> bool:
-        """Return whether the forward is recorded or recomputed; if not, its saved tensors are held as usual."""
-
-    def enter(self, inputs: list[int], packed: list[object]) -> None:
-        """Begin the forward, given its inputs' storages and what the stash packed them as."""
-
-    def leave(self, *, in_order: bool) -> None:
-        """End the forward; ``in_order``: it raised no error and can be recomputed."""
-
-    stays: frozenset[int]
-    """The numbers of the saves to hold, because something outside the region saves the same storage."""
-
-    def pack(self, number: int, tensor: Tensor, pack: Callable[[Tensor], object]) -> object:
-        """Hold a tensor of a forward that is only recorded."""
-
-    def hook_begins(self) -> Any:
-        """Return the start of a hook, for :meth:`hook_took`."""
-
-    def hook_took(self, began: Any) -> None:
-        """Exclude the time since ``began``, spent in the region's hook, from the step's computing."""
-
-    def mark(self) -> Any:
-        """A point in time of the device that computes."""
-
-    def seconds_between(self, since: Any, until: Any) -> float:
-        """What lies between two of these."""
-
-    def note_discarded(self, tensor: Tensor, value: int) -> None:
-        """A save was discarded of the value of this number, in a forward of which a part stays."""
-
-    def note_own(self, packed: object) -> None:
-        """Record that a forward that is only recorded saved what no replay computes."""
-
-    def note_operand(self, packed: object) -> None:
-        """Record that ``packed`` is held only so that a replay can read it."""
-
-    def keep_busy(self) -> None:
-        """Keep the device busy while the host begins a replay whose operations are timed."""
-
-    def pause(self) -> Any:
-        """Exclude what follows from the step's measurement until :meth:`end_trial`, which gets what this
-        returns."""
-
-    def end_trial(self, paused: Any) -> None:
-        """End a replay that was made to compare."""
-
-    def was_alike(self) -> None:
-        """Record that a replay of the forward was bit-equal."""
 
 
 class Call:
@@ -144,7 +87,7 @@ class Call:
         thread_state: ThreadState,
         frame: FrameType | None,
         inputs: list[object],
-        planned: ForwardPlan | None = None,
+        planned: Planned | None = None,
     ) -> None:
         self.region = region
         self.frame = frame
@@ -301,7 +244,7 @@ class Call:
                 planned.note_discarded(tensor, held.state.number)
         return self._refuse(tensor, reason) if reason else held
 
-    def _trace(self, held: Held, tensor: Tensor, number: int, planned: ForwardPlan) -> object:
+    def _trace(self, held: Held, tensor: Tensor, number: int, planned: Planned) -> object:
         """Hold a tensor of a forward that is only recorded."""
         tape = self.tape
         assert tape is not None
@@ -861,7 +804,7 @@ class Region:
             planned.enter([storage_identity(each.untyped_storage()) for each in inputs], packed)
         call.begin(outer)
 
-    def _planned(self, modules: list[nn.Module], device: torch.device) -> ForwardPlan | None:
+    def _planned(self, modules: list[nn.Module], device: torch.device) -> Planned | None:
         """Return the plan's instructions; ``None`` if no plan covers ``device``, so that everything is
         recomputed."""
         tiers = self.session.tiers_of(device)
@@ -870,7 +813,7 @@ class Region:
         controller = self.session.planners.get(tiers.number)
         if controller is None:
             return None
-        planned: ForwardPlan | None = controller.plan_forward(self, modules, tiers)
+        planned: Planned | None = controller.plan_forward(self, modules, tiers)
         return planned
 
     def end(self, frame: FrameType | None, module: nn.Module, args: Any, output: Any) -> None:
