@@ -91,7 +91,7 @@ class Around:
             predictor=SimpleNamespace(passes=1),
             save_counts=SaveCounts(),
             planners={},
-            small_steps={},
+            small_steps=None,
             min_bytes=min_bytes,
             uses=0,
             event_log=SimpleNamespace(on=False),

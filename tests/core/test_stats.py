@@ -53,7 +53,7 @@ def session_of(device_tiers, **counts):
         device_tiers=device_tiers,
         blocks_alive=3,
         planners={},
-        small_steps={},
+        small_steps=None,
     )
 
 

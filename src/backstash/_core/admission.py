@@ -699,7 +699,7 @@ class Admission:
                 self._allow(planner, thread_state, tensor.device)
             else:
                 planner.count(block)
-        elif session.small_steps and choice == _DEFAULT and self._codec is None:
+        elif session.small_steps is not None and choice == _DEFAULT and self._codec is None:
             storage = tensor.untyped_storage()
             which = storage_identity(storage) + storage.nbytes()
             session.leave_alone(tiers, thread_state, which)

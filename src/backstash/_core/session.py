@@ -66,8 +66,8 @@ class Session:
         self.planners: dict[int, Controller] = {}
         """The controllers, by the number of the device."""
         self._due: set[int] = set()  # devices whose planner was not notified of the step yet
-        self.small_steps: dict[int, SmallSteps] = {}
-        """Keeps small steps in memory, by the number of the device, if that is enabled."""
+        self.small_steps: SmallSteps | None = None
+        """Keeps small steps of the CPU in memory, if that is enabled."""
         self.section.rebuilt_by(self.rebuild)
         self._keep = keep  # also for devices that are added later
         self.thread_states: list[ThreadState] = []
@@ -100,8 +100,8 @@ class Session:
         self._ended = Counts()  # of threads that have ended
         self.blocks_alive = 0
         self.put(_CPU, config.tiers(None, 0))
-        if self.small_steps:
-            self.leave_small_steps(self.small_steps[0].most_bytes)
+        if self.small_steps is not None:
+            self.leave_small_steps(self.small_steps.most_bytes)
 
     @property
     def lock(self) -> Any:
@@ -149,7 +149,7 @@ class Session:
     def limit(self, keep: int | str | None) -> None:
         """Set how many bytes may stay in place on each device: see the constructor."""
         self._keep = keep
-        self.small_steps.clear()
+        self.small_steps = None
         for tiers in self.device_tiers:
             self._limit(tiers)
 
@@ -159,17 +159,16 @@ class Session:
 
     def leave_small_steps(self, nbytes: int = SMALL_STEP_BYTES) -> None:
         """Keep steps of the CPU in memory that save at most ``nbytes``; keep nothing of larger steps."""
-        self.small_steps[0] = SmallSteps(self.device_tiers[0].evictor.resident, nbytes)
+        self.small_steps = SmallSteps(self.device_tiers[0].evictor.resident, nbytes)
 
     def leave_alone(self, tiers: DeviceTiers, thread_state: ThreadState, which: int) -> None:
         """After this thread saved a block: if its step is small, set how much more it may save without blocks.
 
         ``which`` identifies the block's storage, as in the thread's ``fitting_storages``.
         """
-        small_steps = self.small_steps.get(tiers.number)
-        if small_steps is not None:
+        if self.small_steps is not None and tiers.device is None:
             thread_state.fitting_storages.append(which)
-            nbytes = small_steps.may_leave_bytes(len(self.thread_states))
+            nbytes = self.small_steps.may_leave_bytes(len(self.thread_states))
             thread_state.may_leave(nbytes, _CPU, self.uses)
 
     def _follow(self, tiers: DeviceTiers) -> None:
@@ -264,7 +263,7 @@ class Session:
 
     def add(self, block: Block, thread_state: ThreadState) -> None:
         """Add a block that this thread saved."""
-        small_steps = self.small_steps.get(block.number)
+        small_steps = None if block.number else self.small_steps
         if small_steps is not None and (left := thread_state.take_used_bytes()):
             small_steps.saved(left, is_block=False)  # for the step that may end here
         self.predictor.add(block)
@@ -304,10 +303,10 @@ class Session:
         for tiers in self.device_tiers:
             if tiers.windows is not None and tiers.number not in self.planners:
                 tiers.windows.begin_step()
-            if tiers.number in self.small_steps and not self.blocks_alive:
-                self.small_steps[tiers.number].begin_step()
-                for thread_state in self.thread_states:
-                    thread_state.fitting_storages.clear()
+        if self.small_steps is not None and not self.blocks_alive:
+            self.small_steps.begin_step()
+            for thread_state in self.thread_states:
+                thread_state.fitting_storages.clear()
         self._due.update(self.planners)
         if not is_first:
             self._check_loaded()  # the CPU's step never begins if all tensors are on an accelerator

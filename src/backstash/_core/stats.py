@@ -211,7 +211,7 @@ def _left(session: Session, admission: Admission, counts: Counts) -> dict[str, L
             slow.count + counts.parameter_saves, slow.nbytes + counts.parameter_bytes
         )
     if counts.fitting_saves:
-        left[SMALL_STEP if session.small_steps else FITS] = Left(
+        left[FITS if session.small_steps is None else SMALL_STEP] = Left(
             counts.fitting_saves, counts.fitting_bytes
         )
     if counts.nested_saves:
