@@ -1557,10 +1557,19 @@ def test_the_first_step_under_a_plan_gives_back_what_is_free(memory, tmp_path):
 
 
 def test_on_an_accelerator_no_step_begins_with_what_is_free():
-    guard = MemoryGuard(ProcessMeter(), 98 * MIB, 100 * MIB, lambda: None, keeps_free=False)
+    guard = MemoryGuard(ProcessMeter(), 98 * MIB, 100 * MIB, lambda: None, is_process=False)
     guard._meter.now = lambda: 75 * MIB
     guard.plan_for(30 * MIB, 98 * MIB)
     assert guard.must_free_at_start(always=False)
+
+
+def test_an_accelerator_s_memory_is_not_read_at_each_block_for_what_one_operation_adds():
+    """Its allocator uses again what is freed, so its steps have the peak that they had."""
+    guard = MemoryGuard(ProcessMeter(), 98 * MIB, 100 * MIB, lambda: None, is_process=False)
+    guard._meter.now = lambda: 40 * MIB
+    guard.note_peak(81 * MIB)
+    guard._growth = 20 * MIB
+    assert guard.part_of_what_is_left(4, 1) > 0
 
 
 @pytest.mark.parametrize("keeps_free", [True, False])

@@ -38,7 +38,8 @@ class MemoryGuard:
         most: the most bytes that should be held.
         budget: the most bytes that may be held, slightly more than ``most``.
         trim: return free memory of the process to the system.
-        keeps_free: whether a step may begin without that: see :meth:`must_free_at_start`.
+        is_process: whether the device's memory is the process's, whose allocator keeps what is freed and does
+            not always use it again. Then a step may begin with it: see :meth:`must_free_at_start`.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class MemoryGuard:
         budget: int,
         trim: Callable[[], None],
         *,
-        keeps_free: bool = True,
+        is_process: bool = True,
     ) -> None:
         self._meter = meter
         self.most = most
@@ -65,7 +66,8 @@ class MemoryGuard:
         self.highest_bytes = 0
         """The most bytes seen since :meth:`take_highest`."""
         self._most_at_start = budget
-        self._frees_at_start = not keeps_free  # each step with more than its plan leaves free
+        self._is_process = is_process
+        self._frees_at_start = not is_process  # each step with more than its plan leaves free
         self._start_bytes = 0  # bytes held as this step began
         self._avoided_bytes = 0  # in this step, see avoided_bytes
         self.avoided_bytes = 0
@@ -173,7 +175,7 @@ class MemoryGuard:
 
     def part_of_what_is_left(self, parts: int, threads: int) -> int:
         """Return the bytes that each of some threads may allocate until the next call; -1: none."""
-        more = max(self._peak_spread, self._growth_now)
+        more = max(self._peak_spread, self._growth_now if self._is_process else 0)
         if self._peaks and max(self._peaks) + more > self._most_now + self._margin:
             return (
                 -1

@@ -106,7 +106,7 @@ class Planner(Controller):
         self._meter = meter(self._limits.held_bytes)
         self._budget = loaded.budget_bytes if loaded is not None else budget or 0
         most = usable_bytes(self._budget)
-        self._guard = MemoryGuard(self._meter, most, self._budget, trim, keeps_free=device is None)
+        self._guard = MemoryGuard(self._meter, most, self._budget, trim, is_process=device is None)
         self._device = device
         self._device_name = device.name if device is not None else "cpu"
         self.regions = Regions() if tier is not None else None
