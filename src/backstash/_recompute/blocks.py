@@ -20,17 +20,9 @@ from .._saved.view import ALIGNMENT_BYTES, extent_bytes
 from .._torch.dispatch import without_dispatch, without_function_modes
 from .._torch.schemas import argument_of
 from .._torch.storages import storage_identity
+from .operations import Made, Op, Outside, Place, State, place_of
 from .replay import Given, Values, run, view_of
-from .tape import (
-    UNSEEN,
-    Made,
-    Op,
-    Outside,
-    Place,
-    State,
-    Tape,
-    place_of,
-)
+from .tape import UNSEEN, Tape
 
 __all__ = ["MOST_OPERATIONS", "NOT_HELD", "InPlace", "Replay", "Slice", "slice_of"]
 

@@ -27,7 +27,8 @@ from .._torch.engine import in_backward
 from .._torch.modules import call_frame, mark_outermost_call
 from .blocks import MOST_OPERATIONS, InPlace, Replay, slice_of
 from .naming import Naming, Removable
-from .tape import UNSEEN, Leaver, Outside, Place, State, Tape, copied, is_small
+from .operations import Outside, Place, State, copied, is_small
+from .tape import UNSEEN, Leaver, Tape
 
 __all__ = ["Recorder"]
 

@@ -48,9 +48,10 @@ from .._torch.schemas import RANDOM
 from .._torch.storages import storage_identity, storage_of
 from .._torch.trees import tree_flatten
 from ..errors import InplaceError
+from .operations import Place, operands_of, place_of, unpacked
 from .replay import Timed, replay
 from .route import Discard, ForwardTape, Routes
-from .tape import UNSEEN, Place, Tape, operands_of, place_of, unpacked
+from .tape import UNSEEN, Tape
 
 if TYPE_CHECKING:
     from .._budget.planned import Planned

@@ -24,8 +24,8 @@ from .._torch.dispatch import (
 )
 from .._torch.schemas import argument_of
 from .._torch.tensors import toggle_bits
+from .operations import Made, Op, Outside, Place, Scratch, State, flat
 from .settings import Settings, put
-from .tape import Made, Op, Outside, Place, Scratch, State, flat
 
 __all__ = ["Given", "Timed", "Values", "replay", "run", "view_of"]
 

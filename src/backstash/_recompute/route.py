@@ -24,10 +24,7 @@ from .._torch.modules import is_running
 from .._torch.schemas import has_complex
 from .._torch.storages import storage_identity
 from .._torch.streams import current_stream
-from .settings import ON_CPU, now
-from .tape import (
-    LOOKED_EVERY,
-    PLAIN,
+from .operations import (
     Made,
     Memory,
     Needs,
@@ -37,11 +34,12 @@ from .tape import (
     RawStep,
     Scratch,
     State,
-    Tape,
     WriteOp,
     flat,
     place_of,
 )
+from .settings import ON_CPU, now
+from .tape import LOOKED_EVERY, PLAIN, Tape
 
 __all__ = ["Discard", "ForwardTape", "Route", "Routes"]
 

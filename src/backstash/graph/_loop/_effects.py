@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from ..._recompute.tape import place_of
+from ..._recompute.operations import place_of
 from ..._torch.dispatch import SilentMode, put_back, take_off, with_lazy_bits
 from ..._torch.dynamo import leave_untraced
 from ..._torch.engine import current_node, task_or_none

@@ -1,0 +1,331 @@
+"""What a tape consists of: operations, the states of memory that they make, and operands.
+
+A *state* is the bytes of a storage between two writes. An operand of an operation is a state and its place in
+that memory, and either a replay computes it (:class:`Made`), or the stash holds it (:class:`Outside`), or the
+operation only writes it (:class:`Scratch`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, MutableMapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._device.fingerprint import fingerprint
+from .._saved.view import extent_bytes, reason_to_stay, snapshot
+from .._torch.schemas import tensors_of
+from ..errors import InplaceError
+from .settings import Settings
+
+__all__ = [
+    "Made",
+    "Memory",
+    "Needs",
+    "Op",
+    "Outside",
+    "Place",
+    "Product",
+    "RawStep",
+    "Scratch",
+    "State",
+    "WriteOp",
+    "copied",
+    "fingerprint_of",
+    "flat",
+    "is_small",
+    "leaf_of",
+    "operands_of",
+    "place_of",
+    "unpacked",
+]
+
+Place = tuple[Any, ...]
+"""A tensor's place in its memory: dtype, shape, stride, offset, and its conj and neg bits."""
+
+_MOST_COPIED_BYTES = 64 << 10
+
+
+def flat(result: Any) -> list[Tensor]:
+    """As :func:`tensors_of`, in one call for most results."""
+    found: list[Tensor] = []
+    for each in result if isinstance(result, (list, tuple)) else (result,):
+        if isinstance(each, Tensor):
+            found.append(each)
+        elif isinstance(each, (list, tuple)):
+            found += tensors_of(each)
+    return found
+
+
+def place_of(tensor: Tensor) -> Place:
+    """Return the place of ``tensor`` in its memory."""
+    return (
+        tensor.dtype,
+        tensor.shape,
+        tensor.stride(),
+        tensor.storage_offset(),
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
+
+
+class State:
+    """The bytes of a memory between two writes."""
+
+    __slots__ = (
+        "__weakref__",
+        "depth",
+        "device",
+        "is_over",
+        "key",
+        "maker",
+        "number",
+        "outside",
+        "reason",
+        "saved",
+    )
+
+    def __init__(
+        self,
+        device: torch.device,
+        reason: str,
+        key: int = 0,
+        maker: Op | None = None,
+        number: int = -1,
+    ) -> None:
+        self.device = device
+        self.maker = maker
+        """The operation that wrote these bytes; ``None`` if the tape did not see it."""
+        self.number = number
+        """Its number among the states that the tape's operations made."""
+        self.reason = reason
+        """Why it cannot be replayed; ``""`` if it can."""
+        self.key = key
+        """A hash of the operations that lead to it and of their operands' shapes."""
+        self.outside: MutableMapping[Place, Outside] | None = None
+        """The held operands with these bytes, if there are any. On a context's tape, they refer to this
+        state."""
+        self.is_over = False
+        """Whether its memory has been overwritten."""
+        self.depth = 0
+        """The longest chain of operations from held values to it."""
+        self.saved: Any = None
+        """A weak reference to what holds these bytes, once something does: a block of the stash, or the storage
+        if autograd holds the tensor unpacked."""
+
+
+class Memory(weakref.ref[torch.UntypedStorage]):
+    """A storage that the tape has seen: a weak reference to it. Once it is dead, another storage may get its
+    identity.
+
+    PyTorch keeps a storage's Python object as long as the storage. A weak reference in C++ would keep the
+    storage's description alive, which glibc has placed among large pieces of memory.
+    """
+
+    __slots__ = ("state", "version", "writes")
+
+    state: State
+    version: int
+    """Version of the tensor that the tape saw first."""
+    writes: int
+    """Number of writes that the tape has seen since."""
+
+
+class Outside:
+    """An operand that no replay computes. On a forward's tape it has no value: see :class:`Tape`."""
+
+    __slots__ = ("__weakref__", "copy", "is_lost", "is_random", "kept", "kind", "leaf", "state")
+
+    def __init__(
+        self, tensor: Tensor, place: Place, state: State | None, *, is_random: bool = False
+    ) -> None:
+        self.state = state
+        """On a context's tape, its state; ``None``: the tape cannot identify its memory."""
+        self.kind = place, tensor.device
+        """Its place and device, for the keys of states computed from it."""
+        self.is_random = is_random
+        """Whether it holds random numbers, which usually pack well: a dropout mask has two values."""
+        self.leaf: weakref.ref[Tensor] | None = None
+        """On a context's tape: the parameter that it is, or is a view of."""
+        self.kept: weakref.ref[torch.UntypedStorage] | None = None
+        """On a context's tape, for another small tensor: its storage."""
+        self.copy: Tensor | None = None
+        """On a context's tape: a copy of a small tensor."""
+        self.is_lost = False
+        """On a context's tape: whether its memory was overwritten."""
+
+
+class Needs:
+    """The operands that the replay of a discarded tensor reads. They are released with the last tensor that
+    needs them."""
+
+    __slots__ = ("before", "held")
+
+    def __init__(self, held: dict[Outside, list[Any]], before: list[Needs]) -> None:
+        self.held = held
+        """What the stash packed each operand as, and a fingerprint of its bytes if the program may share them,
+        as with NumPy."""
+        self.before = before
+        """What the operations before need."""
+
+
+def operands_of(needs: Iterable[Needs]) -> dict[Outside, list[Any]]:
+    """Return all held operands of these, and of what they need before."""
+    found: dict[Outside, list[Any]] = {}
+    todo, seen = list(needs), set[Needs]()
+    while todo:
+        each = todo.pop()
+        if each not in seen:
+            seen.add(each)
+            found |= each.held
+            todo += each.before
+    return found
+
+
+def unpacked(held: list[Any], unpack: Callable[[Any], Tensor]) -> Tensor:
+    """Return a held operand.
+
+    Raises:
+        InplaceError: its bytes differ from those that the forward read.
+    """
+    packed, was = held
+    value = unpack(packed).detach()
+    if was is not None and fingerprint_of(value) != was:
+        raise InplaceError(
+            f"an input of shape {tuple(value.shape)} was changed since forward without a new version "
+            "(NumPy, .data)"
+        )
+    return value
+
+
+class Made:
+    """An operand that a replay computes."""
+
+    __slots__ = ("kind", "number", "place", "state")
+
+    def __init__(self, state: State, place: Place) -> None:
+        self.state = state
+        self.number = state.number
+        self.place = place
+        self.kind = state.key, place
+        """Its part in the keys of states computed from it."""
+
+
+class Scratch:
+    """An operand that an operation only writes and that the tape does not own: running statistics."""
+
+    __slots__ = ("device", "kind", "place")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.place = self.kind = place_of(tensor)
+        self.device = tensor.device
+
+
+class Product(NamedTuple):
+    """A state that an operation makes, without a reference to it: the state refers to the operation."""
+
+    number: int
+    """Number of the state."""
+    result: int
+    """Index of the result with this memory."""
+    argument: int | str | None
+    """Index or name of the argument with this memory, if the operation writes to it in place."""
+
+
+class WriteOp(NamedTuple):
+    """A write to a memory that an operation is about to do."""
+
+    place: int | str
+    """Index or name of the argument."""
+    tensor: Tensor
+    memory: Memory
+    nbytes: int
+    """Size of the storage."""
+    fills: bool
+    """Whether it overwrites every byte and reads none."""
+    is_statistic: bool
+    """Whether it is a running statistic: not the tape's memory, and written without its schema saying so."""
+
+
+class RawStep(NamedTuple):
+    """An operation of a forward of which a route is to be made."""
+
+    op: Op
+    reason: str
+    """Why it cannot be replayed; ``""`` if it can."""
+    states: list[State | None]
+    """The state of each result that has a memory of its own."""
+    written: list[tuple[int | str, bool, bool, State]]
+    """Of each write: the argument, whether it fills its memory, whether it is a running statistic, and the new
+    state."""
+    is_plain: bool
+    """Whether no operand is complex, and no kernel conjugates."""
+    ended: int
+    """How many states there were after it."""
+
+
+class Op:
+    """An operation that can be replayed."""
+
+    __slots__ = (
+        "args",
+        "before",
+        "func",
+        "index",
+        "is_grad_enabled",
+        "kwargs",
+        "made",
+        "reads",
+        "settings",
+    )
+
+    def __init__(self, func: Any, index: int) -> None:
+        self.func = func
+        self.args: list[Any] = []
+        """Its arguments, with operands in place of tensors."""
+        self.kwargs: dict[str, Any] = {}
+        self.index = index
+        """Its index on the tape."""
+        self.settings: Settings = ()
+        self.is_grad_enabled = torch.is_grad_enabled()
+        """Some kernels depend on it, such as oneDNN's LSTM."""
+        self.reads: list[Made] = []
+        """Its operands that a replay computes."""
+        self.before: list[Outside] = []
+        """Its operands that are held."""
+        self.made: list[Product] = []
+
+
+def leaf_of(tensor: Tensor) -> Tensor | None:
+    """Return the leaf that ``tensor`` is or is a view of, if it requires a gradient (usually a parameter)."""
+    leaf = tensor if tensor._base is None else tensor._base
+    return leaf if leaf.is_leaf and leaf.requires_grad else None
+
+
+def is_small(tensor: Tensor, *, also_trained: bool = False) -> bool:
+    """Whether a replay copies the tensor instead of holding it, so that the program may write to it."""
+    is_plain = type(tensor) in (Tensor, torch.nn.Parameter)
+    if not is_plain or (tensor.requires_grad and not also_trained) or reason_to_stay(tensor):
+        return False
+    return tensor.nbytes <= _MOST_COPIED_BYTES
+
+
+def fingerprint_of(tensor: Tensor) -> Any:
+    """Return a fingerprint of data from the program: a CPU tensor that requires no gradient."""
+    if type(tensor) is not Tensor or tensor.requires_grad or tensor.device.type != "cpu":
+        return None
+    return (
+        None if reason_to_stay(tensor) else fingerprint(tensor.untyped_storage(), *_extent(tensor))
+    )
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    low, high = extent_bytes(tensor)
+    return low, high - low
+
+
+def copied(tensor: Tensor) -> tuple[Tensor, int]:
+    copy = snapshot(tensor.detach())
+    return copy, copy._version
