@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from backstash import Stash
 from backstash._recompute.blocks import MOST_OPERATIONS
+from backstash._recompute.context_tape import ContextTape
 from backstash._recompute.tape import Tape
 from backstash.cli._resident import reset_resident_peak, resident_peak_bytes
 from bench._workloads import WORKLOADS, call
@@ -56,7 +57,7 @@ def under(way: str) -> Iterator[Tape | None]:
         with Nothing():
             yield None
     else:
-        tape = Tape(most=MOST_OPERATIONS if "context" in way else None)
+        tape = ContextTape(MOST_OPERATIONS) if "context" in way else Tape()
         tape.enter()
         try:
             yield tape

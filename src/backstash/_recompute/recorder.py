@@ -26,9 +26,10 @@ from .._torch.dynamo import leave_untraced
 from .._torch.engine import in_backward
 from .._torch.modules import call_frame, mark_outermost_call
 from .blocks import MOST_OPERATIONS, InPlace, Replay, slice_of
+from .context_tape import ContextTape
 from .naming import Naming, Removable
 from .operations import Outside, Place, State, copied, is_small
-from .tape import UNSEEN, Leaver, Tape
+from .tape import UNSEEN, Leaver
 
 __all__ = ["Recorder"]
 
@@ -100,9 +101,9 @@ class Recorder:
             self._contexts += 1
             self.end(thread_state)
 
-    def saves(self, thread_state: ThreadState) -> Tape | None:
+    def saves(self, thread_state: ThreadState) -> ContextTape | None:
         """Return the context's tape for a tensor that is about to be saved. Each step gets its own."""
-        tape: Tape | None = thread_state.tape
+        tape: ContextTape | None = thread_state.tape
         if tape is not None and not tape.is_of_context:
             return None  # of a module's forward; it is paused while this runs
         is_old = tape is not None and tape.number != self._session.predictor.next_pass
@@ -123,7 +124,7 @@ class Recorder:
     def _begin(self, thread_state: ThreadState, frame: FrameType | None) -> None:
         if count_dispatch_modes():
             return  # the program's mode may change what operations compute
-        tape = thread_state.tape = Tape(most=MOST_OPERATIONS)
+        tape = thread_state.tape = ContextTape(MOST_OPERATIONS)
         tape.number, tape.frame = self._session.predictor.next_pass, frame
         tape.enter()
 
@@ -151,7 +152,7 @@ class Recorder:
                 error where such a parameter is changed before backward.
         """
         self._has_asked = self._has_asked or self._asks
-        tape: Tape | None = thread_state.tape
+        tape: ContextTape | None = thread_state.tape
         if tape is None or (self.only_modules and not self._asks):
             return None, UNSEEN
         base = tensor._base

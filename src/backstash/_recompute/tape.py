@@ -20,15 +20,13 @@ from __future__ import annotations
 
 import sys
 import time
-import weakref
-from collections.abc import Callable, Collection, Iterable, Set
+from collections.abc import Callable, Collection, Iterable, MutableMapping, Set
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._saved.entry import Entry, WrapperEntry
 from .._torch.dispatch import (
     SilentMode,
     dispatch_modes,
@@ -62,6 +60,7 @@ from .operations import (
     Needs,
     Op,
     Outside,
+    Place,
     Product,
     RawStep,
     Scratch,
@@ -71,7 +70,6 @@ from .operations import (
     fingerprint_of,
     flat,
     is_small,
-    leaf_of,
     place_of,
     unpacked,
 )
@@ -80,7 +78,6 @@ from .settings import Settings, now
 __all__ = [
     "LOOKED_EVERY",
     "PLAIN",
-    "TOO_FAR",
     "UNSEEN",
     "Leaver",
     "Tape",
@@ -100,23 +97,16 @@ PLAIN = frozenset((Tensor, torch.nn.Parameter))
 _NONE: frozenset[int | str] = frozenset()
 _LEAST_SWEPT = 64  # storages that a tape has seen, of which the dead are forgotten
 LOOKED_EVERY = 32  # operations between two checks that the forward still runs
-TOO_FAR = "it takes {} operations to compute it from saved tensors, more than {}"
 
 
 class Tape(SilentMode):
-    """Record operations between :meth:`enter` and :meth:`leave`.
+    """Record operations between :meth:`enter` and :meth:`leave`: those of one forward, unless a subclass says
+    otherwise."""
 
-    Args:
-        most: the longest chain of operations from a held value to a state. If it is given, the tape holds only
-            tensors that the program holds anyway, and does not replay slow operations such as matrix products
-            and convolutions. ``None``: no limit.
-    """
+    is_of_context = False
+    """Whether it records a whole context, and not one module's forward."""
 
-    def __init__(
-        self,
-        *,
-        most: int | None = None,
-    ) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._memories = dict[int, Memory]()
         self._sweep_at = _LEAST_SWEPT
@@ -127,7 +117,6 @@ class Tape(SilentMode):
         self._latest: list[Op] = []  # what the latest call of want() added to these
         self._count = self._states = 0
         self._task = task_or_none()
-        self._most = most
         self._stream: Any = None
         self._bits = ModeBits()
         self._is_complex = False  # whether an operand of the latest operation is complex
@@ -143,10 +132,6 @@ class Tape(SilentMode):
         self.outside_states: dict[Outside, State | None] = {}
         """The state of each operand, if a route is made."""
         self.is_recording = True
-        self.number = -1
-        """Number of its step, on a context's tape."""
-        self.is_marked = False
-        """Whether it ends when the outermost running module returns."""
         self.frame: FrameType | None = None
         """Frame of the module call that it records."""
         self.recorded: Callable[[], None] | None = None
@@ -189,7 +174,7 @@ class Tape(SilentMode):
         if (
             not self.is_recording
             or task_or_none() != self._task
-            or (self._most is not None and not torch.is_grad_enabled())
+            or (self.is_of_context and not torch.is_grad_enabled())
         ):
             return self._pass(func, args, kwargs)
         if self.may_follow:
@@ -244,11 +229,6 @@ class Tape(SilentMode):
 
     # Recording.
 
-    @property
-    def is_of_context(self) -> bool:
-        """Whether it records a whole context, and not one module's forward."""
-        return self._most is not None
-
     def _follow(self, func: Any, operation: Operation, types: Any, args: Any, kwargs: Any) -> Any:
         """Call an operation that need not be recorded, and return its result; else ``NotImplemented``."""
         return NotImplemented
@@ -272,7 +252,7 @@ class Tape(SilentMode):
                 reason = ""
         if not reason and not torch.is_grad_enabled() and not self._may_replay_here():
             reason = _IN_FUNCTION
-        if not reason and operation.is_product and self._most is not None:
+        if not reason and operation.is_product and self.is_of_context:
             reason = _PRODUCT.format(operation.name)
         in_training = operation.train_at >= 0 and operation.writes_statistics(args)
         writes: list[WriteOp] = []
@@ -304,14 +284,12 @@ class Tape(SilentMode):
             if result is not found:
                 reason = reason or _OTHERWISE
         if not reason:
-            reason = self._reason_of(operation, args, result)
+            reason = self._reason_of(operation, op, args, result)
         key = 0
         if not reason:
             op.settings = self._settings_now(on_accelerator=self._stream is not None)
             kinds.append(self._settings_hash)
             key = hash(tuple(kinds))
-            if self._most is not None and (depth := _depth(op)) > self._most:
-                reason = TOO_FAR.format(depth, self._most)
         for each in writes:
             why = reason or (_CHANGED if each.is_statistic else "")
             if each.tensor.untyped_storage().nbytes() != each.nbytes:
@@ -370,9 +348,7 @@ class Tape(SilentMode):
         known = write.memory.state.outside
         tensors, held = self.tensors, self._held
         for each in list(known.values()) if known is not None else ():
-            if self._most is not None:
-                each.is_lost = each.copy is None
-            elif (tensor := tensors.pop(each, None)) is not None and each in held:
+            if (tensor := tensors.pop(each, None)) is not None and each in held:
                 held[each][0] = copied(tensor)
 
     def _add_results(
@@ -409,12 +385,9 @@ class Tape(SilentMode):
             return State(device, reason)  # without a reference to the operation
         number, self._states = self._states, self._states + 1
         op.made.append(Product(number, result, argument))
-        state = State(device, reason, key, op, number)
-        if self._most is not None:
-            state.depth = _depth(op)
-        return state
+        return State(device, reason, key, op, number)
 
-    def _reason_of(self, operation: Operation, args: Any, result: Any) -> str:
+    def _reason_of(self, operation: Operation, op: Op, args: Any, result: Any) -> str:
         """Return why the results cannot be replayed, for reasons that the operation's schema does not show."""
         first = result
         if type(result) is not Tensor:
@@ -452,9 +425,7 @@ class Tape(SilentMode):
 
     def _forget(self, operation: Operation, args: Any, kwargs: Any) -> None:
         """Forget what is known: a tensor subclass writes memory that the tape cannot see."""
-        if operation.writes and self._most is not None:
-            self.stop()
-        elif operation.writes:
+        if operation.writes:
             for each in [each for each in self.tensors if each not in self._held]:
                 del self.tensors[each]
             for memory in self._memories.values():
@@ -544,62 +515,40 @@ class Tape(SilentMode):
         return made
 
     def _hold(self, state: State | None, tensor: Tensor, op: Op) -> Outside:
-        known = state.outside if state is not None else None
-        place = place_of(tensor) if state is not None else ()
-        if tensor.is_complex():
-            self._is_complex = True
-        outside = known.get(place) if known is not None else None
-        if outside is None:
-            is_random = state is not None and state.reason.endswith(RANDOM)
-            in_context = self._most is not None
-            outside = Outside(tensor, place, state if in_context else None, is_random=is_random)
-            if in_context:
-                leaf = leaf_of(tensor)
-                outside.leaf = weakref.ref(leaf) if leaf is not None else None
-                if state is not None and is_small(tensor):
-                    outside.kept = weakref.ref(tensor.untyped_storage())
-            if state is not None:
-                if known is None:
-                    known = weakref.WeakValueDictionary() if in_context else {}
-                    state.outside = known
-                known[place] = outside
-        if self._most is None:
-            # Another forward that did the same may have the operand, too.
-            if outside not in self._held:
-                self.tensors.setdefault(outside, tensor)
-            if self.steps is not None:
-                self.outside_states[outside] = state
+        outside = self._outside_at(state, tensor)
+        # Another forward that did the same may have the operand, too.
+        if outside not in self._held:
+            self.tensors.setdefault(outside, tensor)
+        if self.steps is not None:
+            self.outside_states[outside] = state
         op.before.append(outside)
         return outside
 
+    def _outside_at(self, state: State | None, tensor: Tensor) -> Outside:
+        """Return the operand at the place of ``tensor`` in this state."""
+        if tensor.is_complex():
+            self._is_complex = True
+        if state is None:
+            return self._new_outside(tensor, (), None, is_random=False)
+        if state.outside is None:
+            state.outside = self._new_places()
+        place = place_of(tensor)
+        outside = state.outside.get(place)
+        if outside is None:
+            is_random = state.reason.endswith(RANDOM)
+            outside = self._new_outside(tensor, place, state, is_random=is_random)
+            state.outside[place] = outside
+        return outside
+
+    def _new_places(self) -> MutableMapping[Place, Outside]:
+        return {}
+
+    def _new_outside(
+        self, tensor: Tensor, place: Place, state: State | None, *, is_random: bool
+    ) -> Outside:
+        return Outside(tensor, place, None, is_random=is_random)
+
     # Queries.
-
-    def note_packed(self, tensor: Tensor, packed: object) -> None:
-        """On a context's tape, record that the stash saved ``tensor`` as ``packed``: replays can now start from
-        it."""
-        if type(packed) is not Entry:
-            if type(packed) is not WrapperEntry:
-                self._note_saved(tensor, None)
-            return
-        block = packed.block
-        source = block.storage_version
-        is_whole = not block.is_copy and not source.is_parted and packed.source is source
-        if is_whole and not block.is_rounded and packed.check is None:
-            self._note_saved(tensor, block)
-
-    def _note_saved(self, tensor: Tensor, block: Any) -> None:
-        """Record that ``block`` holds all of the tensor's memory, or, with ``None``, that autograd holds it
-        unpacked."""
-        memory = self._memory(tensor)
-        if memory is None or memory.state.reason == ALLOCATES:
-            return
-        state = memory.state
-        state.depth = 0
-        if block is not None:
-            state.saved = weakref.ref(block)
-        elif state.saved is None:
-            state.saved = weakref.ref(tensor.untyped_storage())
-        state.maker = None  # it is held from now on: the operations before it are not needed
 
     def take_as_given(self, tensor: Tensor) -> None:
         """The stash holds ``tensor``, and will: what is computed from it is replayed from that, and not from
@@ -785,10 +734,6 @@ def leave_for_backward() -> None:
 
 
 _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
-
-
-def _depth(op: Op) -> int:
-    return 1 + max((each.state.depth for each in op.reads), default=0)
 
 
 def _outside(tensor: Tensor) -> State:
