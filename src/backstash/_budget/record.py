@@ -356,6 +356,78 @@ class _Intervals:
         return max(0.0, rest), other_bytes
 
 
+class _Events:
+    """The blocks of a recorded step and their moments, in order.
+
+    Args:
+        record: of the step. The forwards in it get their seconds.
+        costs: what the stash adds.
+        tier: see :func:`trace_of`.
+        offers: by class, the ways to hold a block other than staying and moving.
+    """
+
+    def __init__(
+        self,
+        record: StepRecord,
+        costs: Costs,
+        tier: str,
+        offers: Mapping[str, Mapping[str, Option]],
+    ) -> None:
+        self._record, self._costs, self._tier, self._offers = record, costs, tier, offers
+        saved = [
+            event[4]
+            for event in record.told
+            if event[0] == "save" and event[4] not in record.copies
+        ]
+        self._saves_each = sum(record.saves.get(each, 1) for each in saved) / max(1, len(saved))
+        self._parts: list[float] = []  # of each block: its saves, over the mean
+        self._used: set[int] = set()
+        self.blocks: list[TracedBlock] = []
+        self.index: dict[int, int] = {}
+        """Of each block's number: its place in :attr:`blocks`."""
+        self.moments: list[Moment] = []
+
+    def read(self, intervals: _Intervals) -> None:
+        """Read the step to its last event."""
+        record = self._record
+        for kind, start, _, nbytes, number, *_rest in record.told:
+            if kind in _BOUNDS:
+                if number < len(record.forwards):
+                    at = intervals.computed + max(0.0, intervals.seconds(start))
+                    forward = record.forwards[number]
+                    forward.seconds = at if kind == "enter" else max(0.0, at - forward.seconds)
+                continue
+            intervals.tell(nbytes if kind in _TRANSFERS else 0)
+            if kind not in _OURS:
+                intervals.look(start)
+            if kind in _KINDS and number not in record.copies and self._is_first(kind, number):
+                if kind == "save":
+                    self._add_block(number, nbytes)
+                self.moments.append(Moment(kind, self.index[number], *intervals.end(start)))
+
+    def _is_first(self, kind: str, number: int) -> bool:
+        """Whether this is a save, or the first use or the death of a block that the step saved."""
+        if kind == "save":
+            return True
+        if number not in self.index or (kind == "use" and number in self._used):
+            return False
+        if kind == "use":
+            self._used.add(number)
+        return True
+
+    def _add_block(self, number: int, nbytes: int) -> None:
+        record, group = self._record, self._record.groups.get(number, "")
+        part = record.saves.get(number, 1) / self._saves_each
+        options = _options(nbytes, self._costs, self._tier, self._offers.get(group, {}), part)
+        self.index[number] = len(self.blocks)
+        self._parts.append(part)
+        self.blocks.append(TracedBlock(group, nbytes, options, record.again.get(number, 0)))
+
+    def use_seconds(self, at: int) -> float:
+        """Return the hooks' seconds at the use of a block that stays."""
+        return self._parts[at] * self._costs.kept[1] + self._costs.beside_each / 2
+
+
 def trace_of(
     record: StepRecord,
     links: Links,
@@ -377,42 +449,10 @@ def trace_of(
         runs_ahead: see :class:`Trace`.
         priced: the step whose blocks have options other than staying and moving; ``None``: this one.
     """
-    offers, intervals = _offers(priced or record), _Intervals(record, costs.per_moved_byte)
-    saved = [
-        event[4] for event in record.told if event[0] == "save" and event[4] not in record.copies
-    ]
-    saves_each = sum(record.saves.get(each, 1) for each in saved) / max(1, len(saved))
-    parts: list[float] = []
-    blocks: list[TracedBlock] = []
-    index: dict[int, int] = {}
-    moments: list[Moment] = []
-    used: set[int] = set()
-    for kind, start, _, nbytes, number, *_rest in record.told:
-        if kind in _BOUNDS:
-            if number >= len(record.forwards):
-                continue
-            at = intervals.computed + max(0.0, intervals.seconds(start))
-            forward = record.forwards[number]
-            forward.seconds = at if kind == "enter" else max(0.0, at - forward.seconds)
-            continue
-        intervals.tell(nbytes if kind in _TRANSFERS else 0)
-        if kind not in _OURS:
-            intervals.look(start)
-        if kind not in _KINDS or number in record.copies:
-            continue
-        if kind != "save" and number not in index:
-            continue
-        if kind == "save":
-            index[number] = len(blocks)
-            group = record.groups.get(number, "")
-            parts.append(record.saves.get(number, 1) / saves_each)
-            options = _options(nbytes, costs, tier, offers.get(group, {}), parts[-1])
-            blocks.append(TracedBlock(group, nbytes, options, record.again.get(number, 0)))
-        elif kind == "use" and number in used:
-            continue
-        if kind == "use":
-            used.add(number)
-        moments.append(Moment(kind, index[number], *intervals.end(start)))
+    intervals = _Intervals(record, costs.per_moved_byte)
+    events = _Events(record, costs, tier, _offers(priced or record))
+    events.read(intervals)
+    moments, blocks = events.moments, events.blocks
     intervals.look(record.ended)
     tail = max(0.0, intervals.seconds(record.ended))
     if costs.computing_seconds is not None and intervals.computed + tail:
@@ -421,15 +461,15 @@ def trace_of(
         tail *= faster
         for forward in record.forwards:
             forward.seconds *= faster
-    regions = _alike(traced_regions(record.forwards, record.stays, blocks, index), blocks)
+    regions = traced_regions(record.forwards, record.stays, blocks, events.index)
     regions = tuple(  # the hooks still run for what it saves
         replace(
             each,
             save_seconds=each.save_seconds + len(each.members) * costs.beside_each / 2,
             use_seconds=each.use_seconds
-            + sum(parts[member] * costs.kept[1] + costs.beside_each / 2 for member in each.members),
+            + sum(events.use_seconds(member) for member in each.members),
         )
-        for each in regions
+        for each in _alike(regions, blocks)
     )
     return Trace(
         tuple(blocks),
