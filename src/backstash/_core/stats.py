@@ -197,25 +197,21 @@ _IN_TABLE = ("in place", "in flight", "in host", "on disk", "read ahead")
 
 def _left(session: Session, admission: Admission, counts: Counts) -> dict[str, Left]:
     """Return what stayed in place, by reason."""
-    left = {reason: Left(*of_it) for reason, of_it in list(admission.left.items())}
-    for tiers in session.device_tiers:
-        for reason, (count, nbytes) in list(tiers.packer.refused.items()):
+    left: dict[str, Left] = {}
+
+    def add(reason: str, count: int, nbytes: int) -> None:
+        if count:
             known = left.get(reason, Left(0, 0))
             left[reason] = Left(known.count + count, known.nbytes + nbytes)
-    if counts.small_saves:
-        slow = left.get(SMALL, Left(0, 0))
-        left[SMALL] = Left(slow.count + counts.small_saves, slow.nbytes + counts.small_bytes)
-    if counts.parameter_saves:
-        slow = left.get(PARAMETER, Left(0, 0))
-        left[PARAMETER] = Left(
-            slow.count + counts.parameter_saves, slow.nbytes + counts.parameter_bytes
-        )
-    if counts.fitting_saves:
-        left[FITS if session.small_steps is None else SMALL_STEP] = Left(
-            counts.fitting_saves, counts.fitting_bytes
-        )
-    if counts.nested_saves:
-        left[NESTED] = Left(counts.nested_saves, counts.nested_bytes)
+
+    for of in (admission.left, *(tiers.packer.refused for tiers in session.device_tiers)):
+        for reason, (count, nbytes) in list(of.items()):
+            add(reason, count, nbytes)
+    add(SMALL, counts.small_saves, counts.small_bytes)
+    add(PARAMETER, counts.parameter_saves, counts.parameter_bytes)
+    fits = FITS if session.small_steps is None else SMALL_STEP
+    add(fits, counts.fitting_saves, counts.fitting_bytes)
+    add(NESTED, counts.nested_saves, counts.nested_bytes)
     return left
 
 
@@ -239,8 +235,10 @@ def collect(
     if not nested:
         for tier in below:
             tier.sweep()
-    forward_stalls = [evictor.inflight.stalls.seconds for evictor in evictors]
-    forward_stalls += [tier.stall_seconds for tier in below]
+    stalls = [
+        *(each.inflight.stalls.seconds for each in evictors),
+        *(each.stall_seconds for each in below),
+    ]
     unfilled = sum(tier.unfilled_bytes() for tier in below)
     on_disk = store.used_bytes - unfilled if store is not None else 0
     packers = [tiers.packer for tiers in session.device_tiers]
@@ -273,7 +271,7 @@ def collect(
         ahead_peak_bytes=sum(prefetcher.ahead.peak_bytes for prefetcher in prefetchers),
         written_bytes=written,
         read_bytes=sum(prefetcher.read_bytes for prefetcher in prefetchers),
-        pack_stall_seconds=sum(forward_stalls),
+        pack_stall_seconds=sum(stalls),
         unpack_stall_seconds=sum(prefetcher.stall_seconds for prefetcher in prefetchers),
         prefetch_hits=sum(prefetcher.hits for prefetcher in prefetchers),
         prefetch_misses=sum(prefetcher.misses for prefetcher in prefetchers),
