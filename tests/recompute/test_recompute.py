@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import math
 import pickle
 import random
 import subprocess
@@ -1733,3 +1734,16 @@ print("composite" in operation_of(torch.ops.aten._fused_rms_norm.default).reason
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout == f"{not has_kernel}\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.complex128]
+)
+def test_what_is_compared_are_bits_not_numbers(dtype):
+    """Of numbers, a zero would equal a negative one, and NaN would not equal itself."""
+    zero = torch.zeros(2, 3, dtype=dtype)
+    assert regions._are_same(zero, zero.clone())
+    assert not regions._are_same(zero, -zero)
+    nan = torch.full((2, 3), math.nan, dtype=dtype)
+    assert regions._are_same(nan, nan.clone())
+    assert regions._are_same(nan[:, :2], nan[:, 1:].clone())

@@ -30,7 +30,7 @@ from .._core.admission import Admission
 from .._core.hook_scope import Hook, newest_scope
 from .._core.session import Session
 from .._device.base import Device
-from .._device.fingerprint import fingerprint, same_bytes
+from .._device.fingerprint import fingerprint
 from .._plan.cuts import CallGraph, CallOperation
 from .._saved.entry import replayed_otherwise
 from .._saved.held import Held
@@ -39,7 +39,13 @@ from .._saved.view import dense, extent_bytes, raw_alias, reason_to_stay
 from .._text import clean
 from .._tiers.device_tiers import DeviceTiers
 from .._torch.checkpoints import is_of_checkpoint
-from .._torch.dispatch import count_dispatch_modes, innermost_mode, pause_mode, resume_mode
+from .._torch.dispatch import (
+    count_dispatch_modes,
+    innermost_mode,
+    pause_mode,
+    resume_mode,
+    without_function_modes,
+)
 from .._torch.dynamo import leave_untraced, untraced
 from .._torch.engine import queue_callback, task_or_none
 from .._torch.hook_stack import current_pair, own_pack
@@ -47,6 +53,7 @@ from .._torch.modules import as_if_running, call_frame, is_running, module_path,
 from .._torch.schemas import RANDOM
 from .._torch.storages import storage_identity, storage_of
 from .._torch.trees import tree_flatten
+from ..codecs._base import integers
 from ..errors import InplaceError
 from .operations import Place, operands_of, place_of, unpacked
 from .replay import Timed, replay
@@ -534,16 +541,8 @@ def _graph_of(
 
 def _are_same(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors have the same bits."""
-    if one.device.type == "cpu":
-        return same_bytes(dense(one).untyped_storage(), dense(other).untyped_storage())
-    kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    first, second = (dense(each) for each in (one, other))
-    size = first.element_size()
-    if size in kind:
-        first, second = first.view(kind[size]), second.view(kind[size])
-    else:
-        first, second = torch.view_as_real(first), torch.view_as_real(second)
-    return torch.equal(first, second)
+    with without_function_modes(), torch.no_grad():
+        return torch.equal(integers(dense(one)), integers(dense(other)))
 
 
 def _window(tensor: Tensor, number: int) -> tuple[int, int]:
