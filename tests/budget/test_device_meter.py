@@ -215,6 +215,14 @@ def test_the_last_step_whose_end_has_come_is_the_one_that_is_told(meter, device)
     assert meter.begin_step() == 4.0
 
 
+def test_a_host_several_steps_ahead_is_not_taken_for_the_device(meter, device):
+    for device.seconds in (2.0, 5.0, 6.0, 7.0):
+        meter.begin_step()
+    device.has_passed = lambda mark: mark <= 5.0
+    device.seconds = 8.0
+    assert meter.begin_step() == 3.0, "the step from 2 to 5"
+
+
 def block(options=("keep", "host"), nbytes=MIB):
     known = {"keep": Option(nbytes), "host": Option(0, moved_bytes=nbytes)}
     return TracedBlock("class", nbytes, {name: known[name] for name in options})

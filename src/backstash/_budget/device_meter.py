@@ -12,6 +12,7 @@ reads the allocator's own peak and never resets it, since it belongs to the prog
 from __future__ import annotations
 
 import functools
+import itertools
 import time
 import weakref
 from collections import deque
@@ -27,6 +28,7 @@ __all__ = ["DeviceMeter"]
 _HEARD = ("save", "use", "free")
 _BOUNDS = ("enter", "leave")  # of a module's forward
 _TICK = 1e-9  # seconds, so that no two events have the same time
+_STEPS_AHEAD = 16  # steps by which no host is ahead of its device
 _FEW = 16  # up to so many allocations between two events may all have been alive at once
 
 
@@ -58,9 +60,8 @@ class DeviceMeter(Meter):
         super().__init__(ours)
         self._device = device
         self._heard: deque[_Heard] = deque()
-        self._begins: deque[tuple[Any, float]] = deque(
-            maxlen=3
-        )  # of the last steps, on both clocks
+        # Of the last steps, on both clocks.
+        self._begins: deque[tuple[Any, float]] = deque(maxlen=_STEPS_AHEAD)
         self._last_peak = self._known_peak = 0
         self._ever_bytes = 0  # the highest of all readings
         self._highest = 0  # known peak of this step
@@ -94,15 +95,16 @@ class DeviceMeter(Meter):
     def begin_step(self) -> float:
         """See :meth:`Meter.begin_step`.
 
-        If the host is ahead, return the seconds of the step before the last, or the host's time.
+        If the host is ahead, return the seconds of the last step whose end the device has passed; if it has
+        passed none, the host's time.
         """
         figures = self._look()
         self._known_peak, self._highest = self._highest, figures.held_bytes
         begins = self._begins
         begins.append((self._device.time_mark(), time.perf_counter()))
-        for since, until in ((-2, -1), (-3, -2)):
-            if len(begins) >= -since and self._device.has_passed(begins[until][0]):
-                return self._device.seconds_between(begins[since][0], begins[until][0])
+        for (until, _), (since, _) in itertools.pairwise(reversed(begins)):
+            if self._device.has_passed(until):
+                return self._device.seconds_between(since, until)
         return begins[-1][1] - begins[-2][1] if len(begins) > 1 else 0.0
 
     def hear(self, told: tuple[Any, ...]) -> None:
