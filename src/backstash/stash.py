@@ -133,13 +133,14 @@ class Stash:
         strict: raise :class:`~backstash.errors.BudgetError` if a step exceeds a budget that no plan can keep,
             or three steps exceed one that a plan was to keep. Default ``False``.
 
-    The stash removes its hooks for the rest of a context if a step of twice the size would fit. It also does
-    so if the step begins like those before it, and these left a tenth of the budget free, or 16 saved the same
-    and fit by more than their peaks differed. ``stats().hooks_off`` counts how often. Then the saved tensors
-    are in no other figure. A tensor that was changed in place raises PyTorch's own ``RuntimeError``. A step
-    that suddenly saves more may exceed the budget, and so may the next few; a note says so. The hooks stay on
-    in a context that had several steps the last time (the first time, only its first step is seen), in attached
-    modules, with ``policy``, ``codec`` or :meth:`recompute`, inside other hooks, and while a report records.
+    The stash removes its hooks for the rest of a context if a step of twice the size would fit. It also does so
+    if the step begins like those before it, and these left a tenth of the budget free, or 16 saved the same and
+    left free what the peaks of the last four differed by. ``stats().hooks_off`` counts how often. Then the
+    saved tensors are in no other figure. A tensor that was changed in place raises PyTorch's own
+    ``RuntimeError``. A step that suddenly saves more may exceed the budget, and so may the next few; a note
+    says so. The hooks stay on in a context that had several steps the last time (the first time, only its first
+    step is seen), in attached modules, with ``policy``, ``codec`` or :meth:`recompute`, inside other hooks, and
+    while a report records.
 
     Sizes are ints of bytes or strings with a unit, ``"512MiB"`` or ``"2GB"``. A ``budget`` or ``keep`` of 1 to
     4,095 without a unit is refused. The exception is ``budget=1``, which asks what any budget would cost. In a

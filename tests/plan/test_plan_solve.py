@@ -324,7 +324,7 @@ def test_a_trace_survives_a_file(tmp_path):
     for name, wrong in [
         ("anew_seconds", "x"),
         ("left_seconds", "x"),
-        ("beside_left_bytes", -1),
+        ("beside_left_bytes", -(1 << 40)),
         ("tail_seconds", "q"),
         ("moments", []),
         ("moments", [{**values["moments"][0], "block": 10**6}]),

@@ -2,10 +2,10 @@
 
 A process keeps memory that its tensors freed, and most of a step's tensors reuse it. Where they do not, what
 the process holds would exceed the budget although less is in use. So free memory is returned when a reading
-finds more than plans use, or so much that the largest growth between two readings could exceed the budget. That
-takes at most a twentieth of the time. Using returned memory again costs page faults, so it is not returned
-earlier than that: as a step begins only before a measured one, or if nothing else keeps the budget (see
-:meth:`MemoryGuard.must_free_at_start`).
+finds so much that the largest growth between two readings could exceed the budget. That takes at most a
+twentieth of the time, apart from the first time in a step and as long as the budget is exceeded. Using returned
+memory again costs page faults, so it is not returned earlier than that: as a step begins only before a measured
+one, or if nothing else keeps the budget (see :meth:`MemoryGuard.must_free_at_start`).
 
 What the process holds between two steps, after an evaluation for example, belongs to no step, unless it exceeds
 the budget three times in a row.
@@ -91,7 +91,9 @@ class MemoryGuard:
         # Bytes held where this step and the one before first asked whether the rest may be unseen.
         self._asked_at: int | None = None
         self._asked_before: int | None = None
-        self._peaks: deque[int] = deque(maxlen=_COMPARED_STEPS)  # of the last steps that were seen
+        self._peaks: deque[int] = deque(
+            maxlen=2 * _COMPARED_STEPS
+        )  # of the last steps that were seen
 
     def plan_for(self, grown_bytes: int, peak_bytes: int, *, is_left: bool = False) -> bool:
         """Follow a plan.
@@ -175,11 +177,8 @@ class MemoryGuard:
 
     def part_of_what_is_left(self, parts: int, threads: int) -> int:
         """Return the bytes that each of some threads may allocate until the next call; -1: none."""
-        more = max(self._peak_spread, self._growth_now if self._is_process else 0)
-        if self._peaks and max(self._peaks) + more > self._most_now + self._margin:
-            return (
-                -1
-            )  # the next peak may exceed the budget: backward has to be looked at more often
+        if self._is_process and self._next_peak_bytes > self._most_now + self._margin:
+            return -1  # backward has to be looked at more often
         left, threads = self.left_bytes, max(1, threads)
         nbytes = left // (parts * threads)
         if nbytes >= _LOOK_BYTES:
@@ -214,8 +213,9 @@ class MemoryGuard:
         growth = max(0, highest - self._asked_before)
         expected = max(highest, held + growth)
         spare = self.most // _SPARE_PART
-        if is_steady and len(self._peaks) == _COMPARED_STEPS:
-            spare = min(spare, self._peak_spread)
+        last = list(self._peaks)[-_COMPARED_STEPS:]
+        if is_steady and len(last) == _COMPARED_STEPS:
+            spare = min(spare, max(last) - min(last))
         if is_known and expected <= self.most - spare:
             return True
         return expected + max(growth, saved_bytes) <= self.most
@@ -225,8 +225,14 @@ class MemoryGuard:
         self._peaks.append(nbytes)
 
     @property
-    def _peak_spread(self) -> int:
-        return max(self._peaks, default=0) - min(self._peaks, default=0)
+    def _next_peak_bytes(self) -> int:
+        """The peak that the next step may have: the highest of the last few, and as much more as these are
+        above the ones before, or as memory grows between two readings. 0 if no peak is known."""
+        if not self._peaks:
+            return 0
+        peaks = list(self._peaks)
+        highest, before = max(peaks[-_COMPARED_STEPS:]), max(peaks[:-_COMPARED_STEPS] or peaks[:1])
+        return highest + max(highest - before, self._growth_now)
 
     def take_highest(self) -> int:
         """Return the most bytes seen in a step since the last call."""

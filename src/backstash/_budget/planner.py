@@ -333,7 +333,7 @@ class Planner(Controller):
         if first.left_peak_bytes:
             beside = first.left_peak_bytes - left_alone(trace)[1].forecast.peak_bytes
             # More than all saved bytes has another cause, for example an evaluation.
-            if 0 < beside <= _saved_by(trace):
+            if abs(beside) <= _saved_by(trace):
                 trace = replace(trace, beside_left_bytes=beside)
         if not first.learns:  # in that case some steps may hold more
             # On an accelerator the first of a pair held more for what it tried.

@@ -166,9 +166,10 @@ class Session:
 
         ``which`` identifies the block's storage, as in the thread's ``fitting_storages``.
         """
-        if self.small_steps is not None and tiers.device is None:
+        small_steps = self.small_steps  # a signal handler may set it to None
+        if small_steps is not None and tiers.device is None:
             thread_state.fitting_storages.append(which)
-            nbytes = self.small_steps.may_leave_bytes(len(self.thread_states))
+            nbytes = small_steps.may_leave_bytes(len(self.thread_states))
             thread_state.may_leave(nbytes, _CPU, self.uses)
 
     def _follow(self, tiers: DeviceTiers) -> None:
@@ -303,8 +304,9 @@ class Session:
         for tiers in self.device_tiers:
             if tiers.windows is not None and tiers.number not in self.planners:
                 tiers.windows.begin_step()
-        if self.small_steps is not None and not self.blocks_alive:
-            self.small_steps.begin_step()
+        small_steps = self.small_steps
+        if small_steps is not None and not self.blocks_alive:
+            small_steps.begin_step()
             for thread_state in self.thread_states:
                 thread_state.fitting_storages.clear()
         self._due.update(self.planners)

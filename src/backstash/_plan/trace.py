@@ -162,7 +162,7 @@ class Trace:
     """Seconds of a step in which every block stays in place; ``None``: as many as its computing takes."""
     beside_left_bytes: int = 0
     """Bytes that a step in which every block stays in place held beyond the moments and blocks: the allocator
-    caches them, and frees them on request."""
+    caches them, and frees them on request. Negative: it held less, since measuring takes memory, too."""
 
     @property
     def compute_seconds(self) -> float:
@@ -251,7 +251,9 @@ class Trace:
             for each in (*block.options.values(), Option(block.nbytes))
             for number in astuple(each)
         ]
-        numbers += [self.beside_left_bytes, *(each.other_bytes for each in self.moments)]
+        # It may be negative, but not by more than the blocks have.
+        numbers.append(self.beside_left_bytes + sum(each.nbytes for each in self.blocks))
+        numbers += [each.other_bytes for each in self.moments]
         numbers += [self.links.down_rate, self.links.up_rate, self.links.latency_seconds]
         if any(not math.isfinite(each) or each < 0 for each in numbers):
             raise ValueError("a time, a size or a rate is negative or not finite")

@@ -163,6 +163,7 @@ class Call:
         tape.is_recording = False
         if is_innermost:
             pause_mode(None)
+        saved_bytes = self._thread_state.large_bytes
         try:
             # What is discarded does not reach the stash's hook, which otherwise does this.
             if self._thread_state.waiting and not self.region.session.section.is_nested():
@@ -176,10 +177,20 @@ class Call:
                 return self._save(tensor, tape)
             finally:
                 planned.hook_took(began)
+                self._leave_out(saved_bytes, tensor)
         finally:
             if is_innermost:
                 resume_mode(tape)
             tape.is_recording = was_recording
+
+    def _leave_out(self, since: int, saved: Tensor | None = None) -> None:
+        """Of what was counted as saved since ``since``, count only ``saved``: a step that is recorded then
+        counts what another one does, whatever was packed for a replay and when."""
+        storage = storage_of(saved) if type(saved) is Tensor else None
+        nbytes = storage.nbytes() if storage is not None else 0
+        if nbytes < self.region.session.min_bytes:
+            nbytes = 0
+        self._thread_state.leave_out(self._thread_state.large_bytes - since - nbytes)
 
     def _save(self, tensor: Tensor, tape: ForwardTape) -> object:
         number, self._count = self._count, self._count + 1
@@ -385,9 +396,12 @@ class Call:
         self.frame = None
         _put_back(self._thread_state, self._outer)
         self._outer = None
+        saved_bytes = self._thread_state.large_bytes
         try:
             self._note_filled()
             self._settle(tape)
+            if self._keeps:
+                self._leave_out(saved_bytes)
         except BaseException:
             tape.end()
             raise
@@ -786,7 +800,9 @@ class Region:
             inputs = [
                 each for each in leaves if type(each) is Tensor and storage_of(each) is not None
             ]
+            saved_bytes = thread_state.large_bytes
             packed = [pack(each) for each in inputs]
+            thread_state.leave_out(thread_state.large_bytes - saved_bytes)
             if thread_state.tape is not outer:  # packing the inputs began a tape
                 outer = thread_state.tape
                 if outer is not None:

@@ -138,6 +138,11 @@ class ThreadState:
         told, self.told_bytes = self.told_bytes, self.large_bytes
         return self.large_bytes - told
 
+    def leave_out(self, nbytes: int) -> None:
+        """Leave this much out of :meth:`uncounted_bytes`: the stash holds it for a replay, and the program did
+        not save it. If negative, include it."""
+        self.told_bytes += nbytes
+
     @property
     def counts(self) -> Counts:
         """The counts of this thread so far."""
