@@ -1546,9 +1546,18 @@ def test_the_first_step_under_a_plan_gives_back_what_is_free(memory, tmp_path):
     budget = OTHER + SAVED // 2 + 8 * MIB
     stash = memory(budget=budget, disk=tmp_path, inflight="1MiB", prefetch="1MiB")
     net, planner = model(), stash._planner
+    plan, adopt, is_found_at_once = planner._plan_for_first_steps, planner._adopt, [False]
+
+    def plan_later():
+        plan()
+        planner._solving._thread.join()
+        is_found_at_once[0] = True
+
+    # The plan is found as soon as it is asked for, and followed from the next step on.
+    planner._plan_for_first_steps = plan_later
+    planner._adopt = lambda **given: None if is_found_at_once[0] else adopt(**given)
     while stash.plan.state == "measuring":
-        if planner._solving._thread is not None:
-            planner._solving._thread.join()  # else a plan may be found between here and the step
+        is_found_at_once[0] = False
         if planner._solving.is_new:  # the next step follows the plan
             free[0] = 12 * MIB  # what the backward before has freed
         given_back.clear()
