@@ -60,9 +60,8 @@ class MemoryGuard:
             most  # if more is held, fewer blocks stay; it rises with each excess that was handled
         )
         self._release_after = 0.0
-        self._has_returned_much = (
-            False  # the last release returned as much as backward has to use before it
-        )
+        # Whether the last release returned at least what backward has to use before one.
+        self._has_returned_much = False
         self.highest_bytes = 0
         """The most bytes seen since :meth:`take_highest`."""
         self._most_at_start = budget
@@ -75,8 +74,7 @@ class MemoryGuard:
         planned."""
         self._late_steps = 0  # in a row, after which the budget was exceeded
         self.keeps_free = False
-        """Whether this step began with more than the plan leaves free, and nothing was returned to the
-        system."""
+        """Whether this step began with more than the plan leaves free: nothing was returned as it began."""
         # The first release in a step that keeps free memory does not wait for the interval.
         self._is_due = False
         # In backward: bytes used since the last reading, and since memory was returned; bytes held at the last
@@ -91,9 +89,8 @@ class MemoryGuard:
         # Bytes held where this step and the one before first asked whether the rest may be unseen.
         self._asked_at: int | None = None
         self._asked_before: int | None = None
-        self._peaks: deque[int] = deque(
-            maxlen=2 * _COMPARED_STEPS
-        )  # of the last steps that were seen
+        # Of the last steps that were seen.
+        self._peaks: deque[int] = deque(maxlen=2 * _COMPARED_STEPS)
 
     def plan_for(self, grown_bytes: int, peak_bytes: int, *, is_left: bool = False) -> bool:
         """Follow a plan.
