@@ -22,7 +22,6 @@ from backstash._saved import entry as _entry
 from backstash._saved import view as _view
 from backstash._saved.placement import Lost, Stored
 from backstash._saved.thread_state import ThreadState
-from backstash._tiers import host_backing as _host_backing
 from backstash._tiers import host_writeback as _host_writeback
 from backstash._tiers import packing as _packing
 from backstash._tiers.ahead import ViewServer
@@ -142,7 +141,7 @@ _TAKE_LOADED = ViewServer.take
 _BEGIN = DiskTier.begin
 _TAKE = BufferPool.take
 _STAY = _admission.Admission._stay
-_SEND = _host_backing.HostLoad.send
+_UP = _device.TwinDevice.up
 
 
 def _admit_at_once(evictor: Evictor, block: Any, *, at_once: bool, complete: bool) -> None:
@@ -390,7 +389,7 @@ GUARDS: dict[str, Guard] = {
         "they run on two streams",
         _all(
             _DONE_BEFORE_IT_RAN,
-            _replaced(_host_backing.HostLoad, "send", lambda load, after=None: _SEND(load)),
+            _replaced(_device.TwinDevice, "up", lambda twin, source, after: _UP(twin, source, None)),
         ),
         "host",
         short=20,

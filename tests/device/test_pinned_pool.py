@@ -344,3 +344,38 @@ def test_an_interrupt_after_a_slab_was_pinned_leaves_nothing_pinned(monkeypatch,
     with pytest.raises(KeyboardInterrupt):
         pool.take(4096)
     assert (pins.given_back if refusal else pins.unpinned) == [8 * PAGE]
+
+
+def test_a_released_buffer_is_handed_out_again_for_its_size():
+    pool = Pins().pool(None)
+    first, second = pool.take(PAGE), pool.take(PAGE)
+    pool.give(first)
+    pool.give(second)
+    assert pool.used_bytes == 0 and pool.take(PAGE) is second and pool.take(PAGE) is first
+    assert pool.used_bytes == 2 * PAGE
+
+
+def test_released_buffers_make_way_for_other_sizes_before_a_slab_is_added():
+    pins = Pins()
+    pool = pins.pool(None)
+    for buffer in [pool.take(PAGE) for _ in range(8)]:
+        pool.give(buffer)
+    assert pool.take(8 * PAGE).offset == 0 and pins.locked == [8 * PAGE]
+    assert pool.used_bytes == 8 * PAGE and pool.take(PAGE, may_grow=False) is None
+
+
+def test_after_an_interrupt_released_buffers_are_counted_as_free(monkeypatch):
+    pool = Pins().pool(None)
+    kept, released = pool.take(PAGE), pool.take(2 * PAGE)
+
+    def interrupt(nbytes):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(_pinned_pool, "_pages", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            pool.give(released)
+    assert pool.used_bytes == 3 * PAGE, "it was released, and is not counted so yet"
+    pool.restore()
+    assert pool.used_bytes == PAGE and pool.take(2 * PAGE).offset == PAGE
+    del kept

@@ -52,7 +52,7 @@ def objects(reclaim_queue):
     yield Block(StorageVersion(x, x.untyped_storage()), raw_alias(x), reclaim_queue, 0)
     yield DiskBacking(None, Slot(16), 0, reclaim_queue)
     yield HostBacking(reclaim_queue, 1, buffer, None)
-    yield HostLoad(None, None, reclaim_queue, host, work, x, from_disk=False, ahead=False)
+    yield HostLoad(None, None, reclaim_queue, host, work, x, ahead=False)
 
 
 def test_what_dies_leaves_its_cleanup_by_a_call_of_c():

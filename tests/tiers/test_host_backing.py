@@ -163,14 +163,14 @@ def test_a_cleanup_holds_no_device_memory():
     source = weakref.ref(block.placement.alias.untyped_storage())
     backing, copy = place.tier.begin(block)
     load = place.tier.fetch(backing, ahead=False)
-    memory, held = weakref.ref(load.memory.untyped_storage()), load.cleanup
+    memory, left = weakref.ref(load.memory.untyped_storage()), backing.cleanup
+    assert left.brought is load.arrival.completion
     del load
-    assert memory() is None and held.brought is not None and not held.at_rest()
-    left = backing.cleanup
+    assert memory() is None and not left.at_rest()
     place.added.clear()
     del block, copy, backing
     assert source() is None and left.buffer is not None and not left.at_rest()
-    assert list(place.reclaim_queue) == [held, left]
+    assert list(place.reclaim_queue) == [left], "a load from a buffer has nothing of its own"
 
 
 @pytest.mark.parametrize("way", ["written", "brought"])
@@ -213,8 +213,6 @@ def test_without_a_disk_only_buffers_are_used():
     backing = place.begun()
     load = place.tier.fetch(backing, ahead=False)
     assert load.exception() is None and load.work is None
-    load = place.tier._load("a slot", torch.zeros(1), None, ahead=False)
-    assert load.read.run() is True and load.has_come(), "there is nobody to ask"
 
 
 @pytest.mark.parametrize("disk", [False, True])
@@ -250,10 +248,9 @@ def test_what_is_in_a_buffer_comes_from_there_after_its_copy_down():
     load = place.tier.fetch(backing, ahead=True)
     left = backing.cleanup
     assert place.device.ups == [(left.buffer.memory, left.written)]
-    assert load.work is None and load.is_ready and load.cleanup.buffer is None
+    assert load.work is None and load.is_ready
     assert left.brought is load.arrival.completion and load.memory is load.arrival.memory
-    assert load.read.run() is False and load.exception() is None and len(place.device.ups) == 1
-    assert load.has_come() and place.disk.reads == []
+    assert load.exception() is None and len(place.device.ups) == 1 and place.disk.reads == []
     assert backing.storage_for(0, 64, PAGE, load.memory) == (load.memory, 0)
     backing.load, backing.ahead = load, True
     backing.free()

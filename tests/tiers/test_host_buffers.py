@@ -152,7 +152,7 @@ def test_a_buffer_is_waited_for_and_then_made():
         return True
 
     place.writeback.to_write.append(write)
-    assert place.buffers.take(PAGE) is not buffer and steps == ["write", "wait"]
+    assert place.buffers.take(PAGE) is buffer and steps == ["write", "wait"]
 
 
 def test_without_a_wait_there_is_a_buffer_or_none():

@@ -62,17 +62,18 @@ _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the proces
 class _Event(Completion):
     """An event of a stream, recorded after a copy."""
 
-    __slots__ = ("_has_ended", "device", "event")
+    __slots__ = ("device", "event", "has_ended")
 
     def __init__(self, device: Accelerator, event: Any) -> None:
         self.device = device
         self.event = event
-        self._has_ended = False
+        self.has_ended = False
+        """Whether a query has found that it has ended."""
 
     def ended(self) -> bool:
-        if not self._has_ended and not self.device.is_capturing():
-            self._has_ended = self.event.query()
-        return self._has_ended
+        if not self.has_ended and not self.device.is_capturing():
+            self.has_ended = self.event.query()
+        return self.has_ended
 
     def wait(self) -> None:
         self.event.synchronize()
@@ -106,41 +107,41 @@ class _StreamCopy(Copy):
         # active where the copy dies would run Python code here, or hide the call from the allocator.
         self.__del__ = functools.partial(device.unfinished.append, (self.completion.event, mine))
 
-    def _be_safe(self) -> None:
-        self._is_safe = True
-        self.__del__ = _nothing
-
     def done(self) -> bool:
         return self._is_safe or self.ended()
 
     def ended(self) -> bool:
-        has_ended = self.completion.ended()
+        completion = self.completion
+        has_ended = completion.has_ended or completion.ended()
         if has_ended and not self._is_safe:
-            self._be_safe()
+            self._is_safe, self.__del__ = True, _nothing
         return has_ended
 
     def wait(self) -> None:
         self.completion.wait()
-        self._be_safe()
+        self._is_safe, self.__del__ = True, _nothing
 
     def order(self) -> None:
-        stream, has_ended = self._device.stream(), self.ended()
+        device = self._device
+        stream, has_ended = device.stream(), self.ended()
         if not has_ended:
-            with self._device.timed("stall", stream):
+            with device.timed("stall", stream):
                 stream.wait_event(self.completion.event)
-        self._notify_allocator(stream, has_ended)
-        self._be_safe()
+        if stream != self._owner:
+            self._notify_allocator(stream, has_ended)
+        self._is_safe, self.__del__ = True, _nothing
 
     @abstractmethod
     def _notify_allocator(self, stream: Any, has_ended: bool) -> None:
-        """Report to the allocator which streams must pass before the memory is reused, except the owner."""
+        """Report to the allocator which streams must pass before the memory is reused. ``stream``, the current
+        one, is not the owner."""
 
 
 class _CopyDown(_StreamCopy):
     __slots__ = ()
 
     def _notify_allocator(self, stream: Any, has_ended: bool) -> None:
-        if not has_ended and stream != self._owner:
+        if not has_ended:
             self._device.record_stream(self._mine, self._copier)
 
 
@@ -148,8 +149,7 @@ class _CopyUp(_StreamCopy):
     __slots__ = ()
 
     def _notify_allocator(self, stream: Any, has_ended: bool) -> None:
-        if stream != self._owner:  # it uses the bytes, no matter when they arrived
-            self._device.record_stream(self._mine, stream)
+        self._device.record_stream(self._mine, stream)  # no matter when the bytes arrived
 
 
 class _Mark:
@@ -192,7 +192,7 @@ class Accelerator(Device):
         self._device = device
         self._pid = os.getpid()
         self._module: Any = getattr(torch, device.type)
-        self._asks_capturing = capture_query(self._module)
+        self.is_capturing = capture_query(self._module)
         self._down = torch.Stream(device)
         self._up = torch.Stream(device)
         # The stream on which the host reads results of comparisons, one thread at a time.
@@ -254,27 +254,26 @@ class Accelerator(Device):
         """See :func:`~backstash._device.fingerprint.sums`."""
         return sums(storage, first, nbytes)
 
-    def is_capturing(self) -> bool:
-        """See :meth:`Device.is_capturing`."""
-        return bool(self._asks_capturing())
-
     def down(self, source: Tensor, target: Tensor, made_on: Any) -> Copy:
         """See :meth:`Device.down`."""
-        self.sweep()
-        self._down.wait_event(made_on.record_event())
+        if self.unfinished:
+            self.sweep()
+        down = self._down
+        down.wait_event(made_on.record_event())
         if self._beginning is not None:
             self.finish()
         self._beginning = source, target
-        with self._down:  # makes the stream current
-            with self.timed("write", self._down, source.numel()):
+        with down:  # makes the stream current
+            with self.timed("write", down, source.numel()):
                 target.copy_(source, non_blocking=True)
-            copy = _CopyDown(self, self._down, made_on, source, target)
+            copy = _CopyDown(self, down, made_on, source, target)
         self._beginning = None
         return copy
 
     def up(self, source: Tensor, after: Completion | None) -> Copy:
         """See :meth:`Device.up`."""
-        self.sweep()
+        if self.unfinished:
+            self.sweep()
         stream = self.stream()
         memory = self._empty(source.numel())
         self._up.wait_event(stream.record_event())

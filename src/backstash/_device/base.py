@@ -91,6 +91,9 @@ class Device(ABC):
     name: str
     """The device's name in messages."""
 
+    is_capturing: Callable[[], bool]
+    """Returns whether operations are being captured into a graph, so that no event may be queried."""
+
     on_time: Callable[[str, Any, Any, int], None] | None = None
     """Set while copies are measured. Called for each copy (``"write"``, ``"read"``) and each wait of a
     computing stream for a copy (``"stall"``) with the kind, the points in time before and after, and the
@@ -105,10 +108,6 @@ class Device(ABC):
     def used(self, tensor: Tensor) -> Any:
         """Record the current stream on ``tensor``, so that the allocator does not reuse its memory before this
         operation has run. Returns the stream."""
-
-    @abstractmethod
-    def is_capturing(self) -> bool:
-        """Return whether operations are being captured into a graph, so that no event may be queried."""
 
     @abstractmethod
     def down(self, source: Tensor, target: Tensor, made_on: Any) -> Copy:

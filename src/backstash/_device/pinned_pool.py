@@ -5,6 +5,9 @@ once with huge pages and registered with the device, and its buffers are reused 
 counts actual bytes, and buffers begin at page boundaries, from where direct writes to disk need no copy. If
 existing memory cannot be registered (only CUDA can, and not everywhere), the slab is one pinned allocation of
 PyTorch's, of a power of two, so that nothing is rounded.
+
+A released buffer stays as it is for the next request of its size, since a step mostly requests what the step
+before released. Other sizes get its memory only if no slab has space otherwise.
 """
 
 from __future__ import annotations
@@ -86,6 +89,8 @@ class PinnedPool:
         self._unasked_bytes = 0  # requested in vain since the last call of the function
         self._pins = pins
         self._slabs: list[_Slab] = []
+        self._idle: dict[int, list[PinnedBuffer]] = {}  # released buffers, by size
+        self._idle_bytes = 0  # of these, in whole pages
         self.slab_peak_bytes = 0
         self.note = ""
         self.refusal = ""  # why the system had no memory at the last request
@@ -97,8 +102,8 @@ class PinnedPool:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of all buffers, in whole pages."""
-        return sum(slab.leases.extents.used_bytes for slab in self._slabs)
+        """Bytes of all buffers in use, in whole pages."""
+        return sum(slab.leases.extents.used_bytes for slab in self._slabs) - self._idle_bytes
 
     def could_hold(self, nbytes: int) -> bool:
         """Return whether ``nbytes`` are within the budget."""
@@ -114,26 +119,54 @@ class PinnedPool:
 
         ``may_grow=False`` uses only memory that is already pinned.
         """
+        idle = self._idle.get(nbytes)
+        if idle:
+            self._idle_bytes -= _pages(nbytes)
+            return idle.pop()
+        buffer = self._cut(nbytes)
+        if buffer is None and self._idle:
+            self._free_idle()
+            buffer = self._cut(nbytes)
+        if buffer is not None or not may_grow:
+            return buffer
+        added = self._add_slab(nbytes)
+        return added.take(nbytes) if added is not None else None
+
+    def _cut(self, nbytes: int) -> PinnedBuffer | None:
         for slab in self._slabs:
             if slab.memory.numel() - slab.leases.extents.used_bytes < nbytes:
                 continue
             buffer = slab.take(nbytes)
             if buffer is not None:
                 return buffer
-        added = self._add_slab(nbytes) if may_grow else None
-        return added.take(nbytes) if added is not None else None
+        return None
 
     def give(self, buffer: PinnedBuffer) -> None:
         """Take a buffer back. Nothing may read or write it any more."""
-        buffer.slab.leases.free(buffer.offset)
+        nbytes = buffer.memory.numel()
+        self._idle.setdefault(nbytes, []).append(buffer)
+        self._idle_bytes += _pages(nbytes)
+
+    def _free_idle(self) -> None:
+        """Free released buffers, so that their memory can be cut for other sizes."""
+        idle, self._idle, self._idle_bytes = self._idle, {}, 0
+        for buffers in idle.values():
+            for buffer in buffers:
+                buffer.slab.leases.free(buffer.offset)
 
     def settle(self) -> None:
         """Take back buffers whose owners have died: see :class:`Leases`."""
         for slab in self._slabs:
             slab.leases.settle()
 
+    def restore(self) -> None:
+        """Repair the counts after an interrupt."""
+        self._free_idle()
+        self.settle()
+
     def trim(self) -> None:
         """Unpin and free every slab without buffers."""
+        self._free_idle()
         for slab in [slab for slab in self._slabs if not slab.leases.extents.used_bytes]:
             self._slabs.remove(slab)
             slab.free()

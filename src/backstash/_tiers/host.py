@@ -25,7 +25,7 @@ from .._saved.placement import Load
 from ..stores import Slot, Store
 from ..stores._buffer_pool import mapped
 from .base import LowerTier
-from .host_backing import HostBacking, HostCleanup, HostLoad
+from .host_backing import BufferLoad, HostBacking, HostCleanup, HostLoad
 from .host_buffers import HostBuffers
 from .host_writeback import HostWriteback
 
@@ -126,17 +126,23 @@ class HostTier(LowerTier):
         """See :meth:`LowerTier.fetch`. A load ahead of need requires a free pinned buffer."""
         below: HostCleanup = backing.cleanup
         if below.buffer is not None:
-            load = self._load(None, below.buffer.memory, None, ahead=ahead)
-            load.read.run()
-            load.send(after=below.written)
-            below.brought = load.cleanup.brought
-            return load
+            copy = self.device.up(below.buffer.memory, below.written)
+            below.brought = copy.completion
+            return BufferLoad(copy)
         buffer = self.buffers.take_idle(backing.nbytes)
         if buffer is None and ahead:
             raise MemoryError("no space in host memory to read ahead")
         # This memory is not pinned, so its copy does not overlap computation, but the bytes are needed now.
         staged = buffer.memory if buffer is not None else mapped(backing.nbytes)[: backing.nbytes]
-        load = self._load(below.slot, staged, buffer, ahead=ahead)
+        load = HostLoad(
+            self.device,
+            self._section,
+            self._reclaim_queue,
+            HostCleanup(self._reclaim_queue, self._number, buffer),
+            Work(_read_up, self.writeback.disk, below.slot, staged),
+            staged,
+            ahead=ahead,
+        )
         if buffer is not None:
             self.buffers.lend(load)
         else:
@@ -144,18 +150,6 @@ class HostTier(LowerTier):
         if ahead:
             self._coming.append(weakref.ref(load))
         return load
-
-    def _load(self, slot: Slot | None, staged: Tensor, buffer: Any, *, ahead: bool) -> HostLoad:
-        return HostLoad(
-            self.device,
-            self._section,
-            self._reclaim_queue,
-            HostCleanup(self._reclaim_queue, self._number, buffer),
-            Work(_read_up, self.writeback.disk, slot, staged),
-            staged,
-            from_disk=slot is not None,
-            ahead=ahead,
-        )
 
     def poll(self) -> None:
         """See :meth:`LowerTier.poll`: copy to the device what has been read from disk."""
@@ -194,7 +188,7 @@ class HostTier(LowerTier):
     def restore(self, blocks: list[Block], cleanups: list[Any]) -> None:
         """See :meth:`LowerTier.restore`."""
         self.device.finish()  # so that no copy writes to a buffer whose owner has died
-        self.pool.settle()
+        self.pool.restore()
         found = {id(block.placement.backing): block.placement.backing for block in blocks}
         backings: list[Any] = [each for each in found.values() if each is not None]
         self.writeback.restore(backings, cleanups)
@@ -206,8 +200,6 @@ def _bytes_of(alias: Tensor) -> Tensor:
     return flat.set_(alias.untyped_storage())
 
 
-def _read_up(disk: Store | None, slot: Slot | None, memory: Tensor) -> None:
-    """Read from disk. Bytes that are in host memory need no read."""
-    if disk is not None and slot is not None:
-        with profiled("read"):
-            disk.read(slot, memory.data_ptr())
+def _read_up(disk: Store, slot: Slot, memory: Tensor) -> None:
+    with profiled("read"):
+        disk.read(slot, memory.data_ptr())

@@ -21,7 +21,7 @@ from .._saved.placement import Backing, Load
 from ..stores import Slot, Store
 from ..stores._buffer_pool import own_memory
 
-__all__ = ["HostBacking", "HostCleanup", "HostLoad"]
+__all__ = ["BufferLoad", "HostBacking", "HostCleanup", "HostLoad"]
 
 
 class HostCleanup(Cleanup):
@@ -126,10 +126,29 @@ class HostBacking(Backing):
         return memory, 0
 
 
-class HostLoad(Load):
-    """A load of bytes to the device: from a host buffer at once, or from disk to a buffer first.
+class BufferLoad(Load):
+    """A load of bytes to the device from the host buffer that has them. The backing keeps the buffer.
 
-    The buffer that the bytes are read to is released when it is no longer needed.
+    Args:
+        copy: the copy to the device, which has begun.
+    """
+
+    __slots__ = ("arrival", "memory")
+    work = None
+    is_ready = True
+
+    def __init__(self, copy: Copy) -> None:
+        self.arrival = copy
+        self.memory = copy.memory
+
+    def exception(self) -> None:
+        """See :meth:`Load.exception`: ``None``, since nothing was read."""
+
+
+class HostLoad(Load):
+    """A load of bytes from disk to a host buffer, and from there to the device.
+
+    The buffer is released when it is no longer needed.
 
     Args:
         device: the device to load to.
@@ -137,7 +156,6 @@ class HostLoad(Load):
         cleanup: holds that buffer, and receives the read and the copy.
         read: reads the bytes to ``staged``.
         staged: host memory.
-        from_disk: whether ``read`` reads anything.
         ahead: whether a worker makes ``read``.
     """
 
@@ -154,7 +172,6 @@ class HostLoad(Load):
         "work",
     )
     __del__: Callable[[], None]
-    work: Work | None
 
     def __init__(
         self,
@@ -165,7 +182,6 @@ class HostLoad(Load):
         read: Work,
         staged: Tensor,
         *,
-        from_disk: bool,
         ahead: bool,
     ) -> None:
         self.cleanup = cleanup
@@ -178,7 +194,7 @@ class HostLoad(Load):
         self._ahead = ahead
         self._staged = staged
         self._copy: Copy | None = None
-        self.work = read if from_disk else None
+        self.work: Work | None = read
 
     @property
     def arrival(self) -> Copy | None:  # type: ignore[override]
@@ -196,10 +212,10 @@ class HostLoad(Load):
         """See :attr:`Load.is_ready`: the device orders each use of the memory after the copy."""
         return self._copy is not None
 
-    def send(self, after: Completion | None = None) -> None:
+    def send(self) -> None:
         """Begin the copy to the device, if it has not begun. The caller holds the lock."""
         if self._copy is None:
-            copy = self._device.up(self._staged, after)
+            copy = self._device.up(self._staged, None)
             self.cleanup.brought = copy.completion
             self._copy = copy
 

@@ -120,7 +120,7 @@ class CountedDevice(Accelerator):
         self.name = "counted"
         self._device = torch.device("cpu")
         self._pid = os.getpid()
-        self._asks_capturing = bool
+        self.is_capturing = bool
         self._compute = _Stream(self)
         self._down, self._up = cast(Any, _Stream(self)), cast(Any, _Stream(self))
         self._asking = cast(Any, (_Stream(self), threading.RLock()))
