@@ -22,6 +22,7 @@ from backstash._saved import entry as _entry
 from backstash._saved import view as _view
 from backstash._saved.placement import Lost, Stored
 from backstash._saved.thread_state import ThreadState
+from backstash._tiers import host_backing as _host_backing
 from backstash._tiers import host_writeback as _host_writeback
 from backstash._tiers import packing as _packing
 from backstash._tiers.ahead import ViewServer

@@ -17,7 +17,7 @@ from .._saved.block import Block, PartedStorage, Reduction, StorageVersion
 from .._saved.entry import Entry, WrapperEntry
 from .._saved.slice_counts import SliceCounts, Slices
 from .._saved.thread_state import ThreadState
-from .._saved.view import StridedRegion, raw_alias, reason_to_stay, snapshot
+from .._saved.view import StridedRegion, extent_bytes, raw_alias, reason_to_stay, snapshot
 from .._text import shown
 from .._tiers.device_tiers import DeviceTiers
 from .._tiers.packing import Packer, Replayable
@@ -134,7 +134,7 @@ class Admission:
         For small tensors it takes no lock and creates no object of the stash's. The same holds in a step that
         a plan keeps in memory, except for some tensors that show the planner how far the step is.
         """
-        large = self._pack_large
+        large = self._pack_untaped if self.recorder is None else self._pack_large
         if self._policy is not None:
             return lambda tensor: large(tensor, thread_state)
         session, event_log = self._session, self._session.event_log
@@ -267,9 +267,8 @@ class Admission:
             thread_state.nested_saves += 1
             thread_state.nested_bytes += _nbytes_of(tensor)
             return _in_place(tensor, NESTED)
-        if thread_state.waiting:
-            self.settle(thread_state)
-        if tensor.is_leaf or tensor._base is not None:  # without a call for any other
+        base = tensor._base
+        if tensor.is_leaf or (base is not None and (base.is_leaf or type(base) is not Tensor)):
             kept = self.keep_parameter(tensor, thread_state)
             if kept is not None:
                 return kept
@@ -279,15 +278,14 @@ class Admission:
         tiers = session.known_tiers.get(device) or session.tiers_of(device)
         if isinstance(tiers, str):
             return self._stay(tensor, tiers)
-        reason = reason_to_stay(tensor, storage) or self._stays
-        cannot_move = ""
-        plans = tiers.number in session.planners and not (
-            tiers.device is not None and tiers.device.is_capturing()
-        )
-        if not reason and (tiers.tier is None or tiers.device is not None) and not plans:
+        reason, driver, cannot_move = self._stays, tiers.device, ""
+        if not reason and driver is not None and driver.is_capturing():
+            reason = _CAPTURED
+        elif not reason and tiers.tier is None and tiers.number not in session.planners:
             cannot_move = _no_tier(tiers)
-            if cannot_move is _CAPTURED or not (packs or self._policy or self._codec):
+            if not (packs or self._policy or self._codec):
                 reason = cannot_move
+        reason = reason_to_stay(tensor, storage) or reason
         if reason:
             return self._stay(tensor, reason)
         if storage is None:
@@ -305,6 +303,8 @@ class Admission:
         with section.lock, section:
             if session.reclaim_queue:
                 session.drain()
+            if thread_state.waiting:
+                session.settle(thread_state)
             return self._pack_block(tensor, storage, thread_state, modules, tiers, choice)
 
     def _choose(
@@ -317,9 +317,9 @@ class Admission:
     ) -> tuple[str, _Choice]:
         """Return why the tensor stays (``""`` if it does not), and what else to do with it."""
         base = tensor._base
-        is_leaf_or_view = (tensor.is_leaf and tensor.requires_grad) or (
-            base is not None and _is_view_of_parameter(tensor, base)
-        )
+        is_leaf_or_view = tensor.is_leaf and tensor.requires_grad
+        if base is not None and (base.is_leaf or type(base) is not Tensor):
+            is_leaf_or_view = is_leaf_or_view or _is_view_of_parameter(tensor, base)
         described, codec, recomputes = None, self._codec, False
         if self._policy is not None or not (codec is None or isinstance(codec, Codec)):
             described = SavedTensor(
@@ -506,12 +506,15 @@ class Admission:
         gone: Block | None,
     ) -> Entry | None:
         """Return an entry for a copy of the part that ``tensor`` needs, or ``None`` to hold the storage."""
+        share = nbytes // 2 if _is_apart(tensor) else (nbytes - 1) // 4
+        if gone is None and (parted is not None or _needs_more_than(tensor, share)):
+            return None
         region = StridedRegion(tensor)
-        if gone is None:
-            share = nbytes // 2 if _is_apart(tensor) else (nbytes - 1) // 4
-            is_slice = parted is None and region.nbytes <= share
-            if not is_slice or self._are_slices_all(source, tensor, region, modules, tiers):
-                return None
+        if gone is None and (
+            region.nbytes > share
+            or self._are_slices_all(source, tensor, region, modules, tiers)
+        ):
+            return None
         return self._pack_region(tensor, thread_state, modules, tiers, choice, source, region, gone)
 
     def _hold_latest(
@@ -851,8 +854,10 @@ def _in_place(tensor: Tensor, reason: str) -> object:
 
 
 def _no_tier(tiers: DeviceTiers) -> str:
+    if tiers.device is not None and tiers.device.is_capturing():
+        return _CAPTURED
     if tiers.tier is not None:
-        return _CAPTURED if tiers.device is not None and tiers.device.is_capturing() else ""
+        return ""
     return _NO_TIER if tiers.device is None else _NO_HOST
 
 
@@ -916,6 +921,15 @@ def _has_copied(block: Block, copy: torch.UntypedStorage, device: Device | None)
     if block.mark is None and block.placement.is_kept:
         block.take_fingerprint(device)
     return block.has(copy, device)
+
+
+def _needs_more_than(tensor: Tensor, nbytes: int) -> bool:
+    """Whether it is plain that ``tensor`` needs more than ``nbytes`` of its storage: its elements do not repeat
+    and take that much. A ``False`` means nothing."""
+    if tensor.nbytes <= nbytes or 0 in tensor.stride():
+        return False
+    first, end = extent_bytes(tensor)
+    return end - first >= tensor.nbytes
 
 
 def _add_slice(slices: Slices, tensor: Tensor, offset: int) -> None:

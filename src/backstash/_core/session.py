@@ -365,7 +365,7 @@ class Session:
         queue, busy, before = self.reclaim_queue, 0, self.blocks_alive
         while len(queue) > busy:
             cleanup = queue[0]
-            if cleanup.is_busy():
+            if cleanup.may_be_busy and cleanup.is_busy():
                 queue.rotate(-1)
                 busy += 1
                 continue

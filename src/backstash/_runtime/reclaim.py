@@ -54,10 +54,10 @@ class Cleanup(ABC):
     again_bytes: int = 0
     """The part of ``loaded_bytes`` that is held only for another backward of a retained graph."""
 
-    @property
-    def facts(self) -> tuple[int, int, str] | None:
-        """A block's bytes, number and module, for events; ``None`` if the stash does not count it."""
-        return None
+    facts: tuple[int, int, str] | None = None
+    """A block's bytes, number and module, for events; ``None`` if the stash does not count it."""
+    may_be_busy = False
+    """Whether :meth:`is_busy` is to be called."""
 
     def is_busy(self) -> bool:
         """Return whether a worker still uses the slot, so that the cleanup must be settled later."""

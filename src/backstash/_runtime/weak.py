@@ -63,9 +63,8 @@ class WeakQueue(Generic[_T]):
         wanted = self._wanted
         # The queue is set aside first: a finalizer that the garbage collector runs now may append an item.
         refs, self.refs = self.refs, deque()
-        alive = deque(ref for ref in refs if (item := ref()) is not None and wanted(item))
-        alive.extend(self.refs)
-        self.refs = alive
+        alive = [ref for ref in refs if (item := ref()) is not None and wanted(item)]
+        self.refs = deque(alive + [*self.refs])
         self._sweep_at = max(_LEAST, 2 * len(self.refs))
 
 

@@ -216,7 +216,7 @@ class BlockCleanup(Cleanup):
         self.module = ""
 
     @property
-    def facts(self) -> tuple[int, int, str] | None:
+    def facts(self) -> tuple[int, int, str] | None:  # type: ignore[override]
         """See :attr:`Cleanup.facts`."""
         is_one = self.serial >= 0 and self.packs is None
         return (self.nbytes, self.serial, self.module) if is_one else None

@@ -70,6 +70,8 @@ class DiskCleanup(Cleanup):
         self.transfer: Work | None = None
         self.inflight_bytes = 0  # bytes counted as in flight although their write has not begun
 
+    may_be_busy = True
+
     def is_busy(self) -> bool:
         """See :meth:`Cleanup.is_busy`: the write needs the slot until it has ended."""
         transfer = self.transfer

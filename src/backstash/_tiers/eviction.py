@@ -98,10 +98,11 @@ class Evictor:
             resident.limit == 0 and self.health.is_well and not resident.queue.refs
         )
         memory = resident.memory
-        is_captured = memory is not None and memory.device.is_capturing()  # then no copy may begin
-        if is_captured or not (is_next and self._send(block, thread_state)):
+        if is_next and memory is not None and memory.device.is_capturing():
+            is_next = False  # no copy may begin now
+        if not (is_next and self._send(block, thread_state)):
             resident.queue.append(block)
-            if resident.limit is not None or resident.memory is not None:
+            if resident.limit is not None or memory is not None:
                 self._press(thread_state, block)
         # Peaks are taken between operations: the tensors of a running one belong to the caller.
         if resident.nbytes > resident.peak_bytes:

@@ -148,20 +148,18 @@ def module_path(modules: list[nn.Module]) -> str:
         return ""
     names: list[str] = []
     for parent, child in pairwise(modules):
-        names.append(_name_under(parent, child))
+        for name, module in parent._modules.items():  # not named_children(): this runs at each save
+            if module is child:
+                names.append(name)
+                break
+        else:
+            names.append(_path_under(parent, child) or f"({type(child).__name__})")
     return ".".join(names) or f"({type(modules[0]).__name__})"
 
 
 def child_names(module: nn.Module) -> list[str]:
     """Return the names of the modules that are registered in ``module``."""
     return list(module._modules)
-
-
-def _name_under(parent: nn.Module, child: nn.Module) -> str:
-    for name, module in parent._modules.items():  # not named_children(): this runs at each save
-        if module is child:
-            return str(name)
-    return _path_under(parent, child) or f"({type(child).__name__})"
 
 
 def _path_under(parent: nn.Module, child: nn.Module) -> str:
