@@ -390,7 +390,9 @@ GUARDS: dict[str, Guard] = {
         "they run on two streams",
         _all(
             _DONE_BEFORE_IT_RAN,
-            _replaced(_device.TwinDevice, "up", lambda twin, source, after: _UP(twin, source, None)),
+            _replaced(
+                _device.TwinDevice, "up", lambda twin, source, after: _UP(twin, source, None)
+            ),
         ),
         "host",
         short=20,

@@ -56,7 +56,10 @@ class Tiers(Ledger):
 
     def __init__(self, number=0, device=None):
         self.number, self.device, self.evictor = number, device, Evicts()
-        self.deferred, self.forgot = [], 0
+        self.deferred, self.forgot, self.begun = [], 0, []
+        self.tier = SimpleNamespace(
+            begin_waiting=lambda: self.begun.append(len(self.evictor.completed))
+        )
         self.prefetcher = SimpleNamespace(ahead=SimpleNamespace(nbytes=0, again_bytes=0))
 
     def subtract(self, *, resident_bytes=0, inflight_bytes=0, again_bytes=0):
@@ -242,6 +245,7 @@ def test_every_device_completes_and_follows_the_memory_that_is_free(monkeypatch)
     thread_state = ThreadState()
     session.complete(thread_state)
     assert session.device_tiers[0].evictor.completed == second.evictor.completed == [thread_state]
+    assert second.begun == [0], "what waits begins first"
     second.evictor.inflight.writes.clear()
     session.complete(thread_state)  # a device without a write is not asked
     assert len(session.device_tiers[0].evictor.completed) == 2

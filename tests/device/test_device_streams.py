@@ -13,6 +13,7 @@ import torch
 from backstash import Stash
 from backstash._device import accelerator as _accelerator
 from backstash._device.accelerator import Accelerator, accelerator
+from backstash._device.copies import Lane
 from backstash._torch import streams as _streams
 from backstash._torch.streams import capture_query
 
@@ -89,6 +90,7 @@ def played(monkeypatch, recorded):
         return empty(*args, **kwargs)
 
     device = Accelerator(torch.device("cpu"))
+    device.group_bytes = 0  # each copy begins at once
     monkeypatch.setattr(torch, "empty", logged)
     return device, log, compute, current
 
@@ -125,7 +127,7 @@ def test_ordering_a_copy_asks_the_stream_and_never_the_host(played):
     copy = device.down(bytes_of(7), bytes_of(0), compute)
     log.clear()
     copy.order()
-    assert log == [("asked", "down"), ("compute", "waits for", "down")]
+    assert log == [("compute", "waits for", "down")]
     assert copy.done(), "the memory may go: what the stream does next comes after the copy"
     assert not copy.ended(), "and a worker may not read it yet"
     copy.wait()
@@ -137,7 +139,7 @@ def test_waiting_for_a_copy_as_for_any_transfer_orders_the_stream_and_not_the_ho
     copy = device.down(bytes_of(7), bytes_of(0), compute)
     log.clear()
     assert copy.exception() is None and copy.done()
-    assert log == [("asked", "down"), ("compute", "waits for", "down")]
+    assert log == [("compute", "waits for", "down")]
 
 
 def test_memory_of_another_stream_is_recorded_there(played, recorded):
@@ -467,7 +469,6 @@ def test_without_memory_on_the_device_that_is_said_and_nothing_waited_for(played
     with pytest.raises(torch.OutOfMemoryError):
         device.up(bytes_of(7), None)
     assert (refused, log) == ([0], [])
-    assert device._beginning is None
 
 
 def test_a_copy_up_fills_memory_of_the_current_stream(played):
@@ -500,14 +501,19 @@ def test_the_stream_is_put_back_when_a_copy_fails(played, monkeypatch):
     with pytest.raises(RuntimeError, match="no"):
         device.down(bytes_of(7), bytes_of(0), compute)
     assert current[0] is compute
-    assert log[-1] == ("current is", "compute")
+    assert log[-2:] == [("current is", "compute"), ("the host waits for", "down")], (
+        "it may have begun"
+    )
+    log.clear()
+    device.finish()
+    assert not [each for each in log if each[0] == "current is"], "and it is not begun again"
 
 
 @pytest.mark.parametrize("way", ["down", "up"])
-def test_an_interrupt_after_a_copy_began_leaves_its_memory_owned(played, monkeypatch, way):
-    """Nobody has its event: so the next copy waits for it first, and until then nothing of it goes."""
+def test_an_interrupt_after_a_copy_began_has_it_begun_again(played, monkeypatch, way):
+    """Its caller does not have it, and nobody has its event: until it has one, its memory stays."""
     device, log, compute, current = played
-    copies = torch.Tensor.copy_
+    copies, seen = torch.Tensor.copy_, []
 
     def interrupted(memory, source, **options):
         copies(memory, source)
@@ -519,22 +525,159 @@ def test_an_interrupt_after_a_copy_began_leaves_its_memory_owned(played, monkeyp
             return device.down(bytes_of(7), bytes_of(0), compute)
         return device.up(bytes_of(7), None)
 
-    seen = []
     monkeypatch.setattr(torch.Tensor, "copy_", interrupted)
     with pytest.raises(KeyboardInterrupt):
         begin()
-    assert current[0] is compute
-    source, memory = device._beginning
-    assert torch.equal(memory, bytes_of(7)) and torch.equal(source, bytes_of(7))
+    assert current[0] is compute and all(each() is not None for each in seen)
     monkeypatch.setattr(torch.Tensor, "copy_", copies)
     log.clear()
-    begin().order()
-    at = log.index(("current is", way))
-    assert {("the host waits for", "down"), ("the host waits for", "up")} <= set(log[:at])
-    assert device._beginning is None
+    device.finish()
+    assert log.count(("event on", way)) == 1 and ("the host waits for", way) in log
+    assert seen[way == "up"]() is None, "the host's end is its caller's, who has let go of it"
+    device.sweep()
+    assert [each() for each in seen] == [None, None]
     log.clear()
-    begin().order()
-    assert not [each for each in log if each[0] == "the host waits for"]
+    device.finish()
+    assert ("event on", way) not in log, "once"
+
+
+@pytest.mark.parametrize("way", ["down", "up"])
+def test_an_interrupt_after_the_event_does_not_begin_a_group_again(played, monkeypatch, way):
+    """From then on it is complete, and its source may change."""
+    device, log, compute, _ = played
+    device.group_bytes = 1 << 20
+    source, target = bytes_of(7), bytes_of(0)
+    copy = device.down(source, target, compute) if way == "down" else device.up(source, None)
+    lane = copy.completion.lane
+
+    class Interrupted(type(lane)):
+        __slots__ = ()
+
+        def __setattr__(self, name, value):
+            if name == "group":
+                raise KeyboardInterrupt
+            super().__setattr__(name, value)
+
+    plain, lane.__class__ = type(lane), Interrupted
+    with pytest.raises(KeyboardInterrupt):
+        device.begin()
+    lane.__class__ = plain
+    copy.completion.event.has_ended = True
+    assert copy.done()
+    source.fill_(9)
+    again = device.down(source, target, compute) if way == "down" else device.up(source, None)
+    assert again.completion is not copy.completion and not again.done()
+    assert torch.equal(copy.memory, bytes_of(7)) and log.count(("event on", way)) == 1
+
+
+# Copies that begin together.
+
+
+def test_small_copies_begin_together_with_one_event_before_and_one_after(played):
+    device, log, compute, _ = played
+    device.group_bytes = 4 * 64
+    targets = [bytes_of(0) for _ in range(4)]
+    first = [device.down(bytes_of(at), targets[at], compute) for at in range(3)]
+    assert log == [] and not any(copy.done() or copy.ended() for copy in first)
+    last = device.down(bytes_of(3), targets[3], compute)
+    assert log == [
+        ("event on", "compute"),
+        ("down", "waits for", "compute"),
+        ("current is", "down"),
+        ("event on", "down"),
+        ("current is", "compute"),
+    ]
+    assert all(torch.equal(target, bytes_of(at)) for at, target in enumerate(targets))
+    last.completion.event.has_ended = True
+    log.clear()
+    assert all(copy.done() for copy in (*first, last)) and log == [("asked", "down")]
+    ups = [
+        device.up(target, copy.completion)
+        for target, copy in zip(targets, (*first, last), strict=True)
+    ]
+    log[:] = [each for each in log if each[0] != "memory on"]
+    assert log[1:] == [
+        ("event on", "compute"),
+        ("up", "waits for", "compute"),
+        ("current is", "up"),
+        ("event on", "up"),
+        ("current is", "compute"),
+    ], "the copies down are known to have ended"
+    log.clear()
+    for copy in ups:
+        copy.order()
+    assert log == [("compute", "waits for", "up")], "once for all of them"
+
+
+@pytest.mark.parametrize("need", ["order", "wait", "exception", "begin", "finish"])
+def test_what_is_needed_begins(played, need):
+    device, _, compute, _ = played
+    device.group_bytes = 1 << 20
+    target = bytes_of(0)
+    copy = device.down(bytes_of(7), target, compute)
+    assert not copy.ended()
+    getattr(copy if need in ("order", "wait", "exception") else device, need)()
+    assert torch.equal(target, bytes_of(7))
+
+
+def test_a_copy_up_begins_the_copy_down_that_fills_its_source(played):
+    device, log, compute, _ = played
+    device.group_bytes = 1 << 20
+    down = device.down(bytes_of(7), bytes_of(0), compute)
+    up = device.up(down.memory, down.completion)
+    assert log == [("memory on", "compute")]
+    up.order()
+    assert torch.equal(up.memory, bytes_of(7))
+    assert log.index(("event on", "down")) < log.index(("up", "waits for", "down"))
+    assert log[-1] == ("compute", "waits for", "up")
+
+
+def test_copies_of_two_streams_do_not_begin_together(played):
+    device, log, compute, _ = played
+    device.group_bytes = 1 << 20
+    other = FakeStream(log, "other")
+    first = device.down(bytes_of(7), bytes_of(0), compute)
+    second = device.down(bytes_of(7), bytes_of(0), other)
+    assert ("down", "waits for", "compute") in log and ("down", "waits for", "other") not in log
+    assert first.completion is not second.completion
+
+
+def test_what_is_larger_than_a_group_does_not_wait(played):
+    device, _, compute, _ = played
+    device.group_bytes = 128
+    small, large = bytes_of(0), bytes_of(0, 256)
+    first = device.down(bytes_of(1), small, compute)
+    second = device.down(bytes_of(2, 256), large, compute)
+    assert torch.equal(small, bytes_of(1)) and torch.equal(large, bytes_of(2, 256))
+    assert first.completion is not second.completion
+
+
+def test_nothing_that_waits_begins_in_a_capture(played):
+    device, log, compute, _ = played
+    device.group_bytes = 1 << 20
+    copy = device.down(bytes_of(7), bytes_of(0), compute)
+    device.is_capturing = lambda: True
+    device.begin()
+    assert log == [] and not copy.done()
+    device.is_capturing = lambda: False
+    device.begin()
+    assert ("event on", "down") in log
+
+
+def test_a_copy_that_dies_while_it_waits_frees_its_memory_with_its_group(played):
+    device, _, compute, _ = played
+    device.group_bytes = 1 << 20
+    source = bytes_of(7)
+    alive = weakref.ref(source.untyped_storage())
+    copy = device.down(source, bytes_of(0), compute)
+    completion = copy.completion
+    del source, copy
+    assert alive() is not None and not device.unfinished and not completion.ended()
+    device.begin()
+    assert alive() is not None and len(device.unfinished) == 1
+    completion.wait()
+    device.sweep()
+    assert alive() is None and completion.ended()
 
 
 def test_copies_do_not_block(played, monkeypatch):
@@ -686,7 +829,7 @@ def test_pinning_is_by_registering_and_says_what_was_answered(monkeypatch, statu
     device = Accelerator.__new__(Accelerator)
     device._device = torch.device("cuda", 0)
     device._module = Module
-    device._down, device._up = FakeStream(asked, "down"), FakeStream(asked, "up")
+    device._down, device._up = Lane(FakeStream(asked, "down")), Lane(FakeStream(asked, "up"))
     device._pid = os.getpid()
     memory, zeros = torch.zeros(4096, dtype=torch.uint8), torch.zeros
     launched, fails = [], []
@@ -735,7 +878,7 @@ def test_where_nothing_can_be_registered_pytorch_pins(monkeypatch):
     device = Accelerator.__new__(Accelerator)
     device._device, device._pid = torch.device("xpu", 0), os.getpid()
     asked = []
-    device._down, device._up = FakeStream(asked, "down"), FakeStream(asked, "up")
+    device._down, device._up = Lane(FakeStream(asked, "down")), Lane(FakeStream(asked, "up"))
     monkeypatch.setattr(_accelerator, "empty_host_cache", lambda: asked.append("cache emptied"))
     empty = torch.empty
 

@@ -10,7 +10,8 @@ still run has to leave its memory with the device.
 """
 
 import random
-from collections import deque
+from collections import Counter, deque
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -94,6 +95,8 @@ class Model:
         self.faults: list[str] = []
         self.memory: dict[int, Memory] = {}
         self.buffers: dict[tuple[int, int], list[tuple[str, int]]] = {}
+        self.waiting: Counter[tuple[int, int]] = Counter()  # buffers of copies that wait for others
+        self.grouped: set[str] = set()  # streams on which several copies began together
         self.died: set[str] = (
             set()
         )  # streams of copies that died when they were not known to have ended
@@ -142,23 +145,48 @@ class Played(Accelerator):
     def __init__(self, model: Model) -> None:
         super().__init__(torch.device("cpu"))
         self.model = model
-        self._down.name, self._up.name = "down", "up"
-        self._down.clock, self._up.clock = {"down": 0}, {"up": 0}
+        for lane, name in ((self._down, "down"), (self._up, "up")):
+            lane.stream.name, lane.stream.clock = name, {name: 0}
+
+    def _empty(self, nbytes: int) -> torch.Tensor:
+        memory = super()._empty(nbytes)
+        self.model.allocated(memory)
+        return memory
 
     def down(self, source: torch.Tensor, target: torch.Tensor, made_on: Any) -> Any:
-        copy: Any = super().down(source, target, made_on)
-        model, clock = self.model, copy.completion.event.clock
-        use, memory = ("down", clock["down"]), model.of(source)
-        model.check(model.comes_after(clock, memory.uses[0]), "read before it was made")
-        memory.uses.append(use)
-        model.buffers.setdefault(place(target), []).append(use)
-        self._watch(copy, "down")
-        return copy
+        self.model.waiting[place(target)] += 1
+        return super().down(source, target, made_on)
 
     def up(self, source: torch.Tensor, after: Any) -> Any:
-        copy: Any = super().up(source, after)
-        model, clock = self.model, copy.completion.event.clock
-        use, memory = ("up", clock["up"]), model.allocated(copy.memory)
+        self.model.waiting[place(source)] += 1
+        return super().up(source, after)
+
+    def begin_lane(self, lane: Any) -> None:
+        model, group, begun = self.model, lane.group, []
+        if group is not None and group.event is None:
+            begun = [(copy, copy.source) for copy in group.copies]
+        if len(begun) > 1:
+            model.grouped.add(lane.stream.name)
+        super().begin_lane(lane)
+        for copy, source in begun:
+            clock = group.event.clock
+            if lane is self._down:
+                self._has_gone_down(copy, clock)
+            else:
+                self._has_come_up(copy, source, clock)
+
+    def _has_gone_down(self, copy: Any, clock: dict[str, int]) -> None:
+        model = self.model
+        use, memory, target = ("down", clock["down"]), model.of(copy.mine), place(copy.memory)
+        model.check(model.comes_after(clock, memory.uses[0]), "read before it was made")
+        memory.uses.append(use)
+        model.buffers.setdefault(target, []).append(use)
+        model.waiting[target] -= 1
+        self._watch(copy, "down")
+
+    def _has_come_up(self, copy: Any, source: torch.Tensor, clock: dict[str, int]) -> None:
+        model = self.model
+        use, memory = ("up", clock["up"]), model.of(copy.memory)
         known = model.comes_after(clock, (memory.owner.name, memory.uses[0][1] - 1))
         model.check(known, "written while the stream that has freed it may still use it")
         memory.uses.append(use)
@@ -166,8 +194,8 @@ class Played(Accelerator):
         for written in [each for each in uses if each[0] == "down"][-1:]:
             model.check(model.comes_after(clock, written), "read up before it was down")
         uses.append(use)
+        model.waiting[place(source)] -= 1
         self._watch(copy, "up")
-        return copy
 
     def mark(self, storage: Any, made_on: Any) -> Any:
         mark: Any = super().mark(storage, made_on)
@@ -206,12 +234,13 @@ def played(monkeypatch):
     """From a seed and a chance to a model, and a stash on it."""
     made = []
 
-    def make(seed: int, chance: float, **options: Any) -> tuple[Model, Stash]:
+    def make(seed: int, chance: float, group_bytes: int = 0, **options: Any) -> tuple[Model, Stash]:
         model = Model(seed, chance)
         monkeypatch.setattr(torch, "Stream", lambda device: Stream(model, "copier"))
         monkeypatch.setattr(_accelerator, "current_stream", lambda index: model.current)
         monkeypatch.setattr(torch.Tensor, "record_stream", lambda *what: model.record(*what))
         device = Played(model)
+        device.group_bytes = group_bytes
         device.pin, device.unpin = lambda memory: "", lambda memory: None
         device.free_bytes, device.failures = lambda: 1 << 40, lambda: 0
         stash = Stash(min_bytes=0, **options)
@@ -221,6 +250,9 @@ def played(monkeypatch):
         give = pool.give
 
         def given(buffer: Any) -> None:
+            model.check(
+                not model.waiting[place(buffer.memory)], "a buffer is given before its copy"
+            )
             for use in model.buffers.pop(place(buffer.memory), ()):
                 model.check(
                     model.comes_after({}, use), f"a buffer is given while {use[0]} may use it"
@@ -263,7 +295,7 @@ def program(model: Model, stash: Stash, streams: int) -> None:
                 after = model.current.record_event()
                 model.current = chance.choice(ways)
                 model.current.wait_event(after)
-            with stash:
+            with stash if chance.random() < 0.5 else nullcontext():  # as a hook of the program's
                 held.append((stash.pack(tensor), model.current, float(step)))
             known.add(model.current.name)
             model.of(tensor).uses.append(model.current.work())  # the operation that saves it
@@ -323,15 +355,24 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("streams", [1, 2, 3])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_nothing_is_used_before_or_after_its_time(played, name: str, streams: int) -> None:
+@pytest.mark.parametrize("blocks", [0, 3])
+def test_nothing_is_used_before_or_after_its_time(
+    played, blocks: int, name: str, streams: int
+) -> None:
+    """Each copy begins at once, or with others up to this many blocks."""
     died: set[str] = set()
+    grouped: set[str] = set()
     for seed in range(12):
-        model, stash = played(seed, chance=(0.0, 0.1, 0.6)[seed % 3], **OPTIONS[name])
+        chance = (0.0, 0.1, 0.6)[seed % 3]
+        model, stash = played(seed, chance, blocks * BLOCK, **OPTIONS[name])
         program(model, stash, streams)
         assert not model.faults, f"seed {seed}: {sorted(set(model.faults))}"
         assert stash.stats().written_bytes > 0
         stash.close()
         died |= model.died
+        grouped |= model.grouped
+    has_room = OPTIONS[name].get("inflight", 2 * BLOCK) >= 2 * BLOCK
+    assert ("down" in grouped) == (blocks > 0 and has_room)
     wanted = {"down", "up"} if OPTIONS[name].get("prefetch") != 0 else {"down"}
     assert died == (wanted if OPTIONS[name].get("inflight") != 0 else set()), "both kinds die early"
 

@@ -21,10 +21,13 @@ NUMBER = 3
 class Played(Completion):
     """Of a copy down that a worker waits for."""
 
-    waited = 0
+    waited = begun = 0
 
     def wait(self):
         self.waited += 1
+
+    def begin(self):
+        self.begun += 1
 
     def ended(self):
         return True
@@ -123,6 +126,7 @@ def test_one_that_is_to_go_on_goes_at_once():
     host = Host(disk=Disk())
     backing = host.added(at_once=True)
     assert host.begun == [backing.cleanup.work] and not host.writeback.write_oldest()
+    assert backing.cleanup.written.begun == 1, "the worker has no lock to begin the copy"
     host.disk.refuses = StashFullError(errno.ENOSPC, "full")
     other = host.added(at_once=True)
     assert other.cleanup.work is None

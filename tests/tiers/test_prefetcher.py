@@ -56,7 +56,7 @@ class Around:
         self.errors = {}  # of a backing: what its next load ends with, each time that it is asked
         self.refused = []  # what the next fetches raise
         self.meanwhile = None  # is called once, while a load is waited for
-        self.arrival, self.by_worker, self.polls = None, True, 0
+        self.arrival, self.by_worker, self.polls, self.waited = None, True, 0, 0
         self.runs_ahead = runs_ahead
         self.order, self.section = AccessPredictor(), CriticalSection()
         self.event_log = SimpleNamespace(on=True, emit=self.emit)
@@ -85,6 +85,9 @@ class Around:
 
     def poll(self):
         self.polls += 1
+
+    def begin_waiting(self):
+        self.waited = len(self.fetched)  # of these, all have begun
 
     def block(self, value, nbytes=SIZE, skew=0, entries=1):
         """A block that is stored in a backing of its own, and its entries."""
@@ -597,6 +600,7 @@ def test_the_window_is_kept(runs_ahead):
     assert around.ahead_of(*(block for block, *_ in blocks)) == [0, 0, 0, 1, 1, 0]
     assert around.prefetcher.ahead.nbytes == around.prefetcher.ahead.peak_bytes == 3 * SIZE
     assert len(around.begun) == 2 and around.polls == runs_ahead
+    assert around.waited == len(around.fetched) == 3, "what was found ahead begins together"
 
 
 def test_beyond_the_window_the_oldest_is_dropped_and_what_is_in_use_stays():

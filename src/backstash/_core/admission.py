@@ -511,8 +511,7 @@ class Admission:
             return None
         region = StridedRegion(tensor)
         if gone is None and (
-            region.nbytes > share
-            or self._are_slices_all(source, tensor, region, modules, tiers)
+            region.nbytes > share or self._are_slices_all(source, tensor, region, modules, tiers)
         ):
             return None
         return self._pack_region(tensor, thread_state, modules, tiers, choice, source, region, gone)

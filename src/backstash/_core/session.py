@@ -182,8 +182,10 @@ class Session:
         tiers.evictor.resident.follow(free)
 
     def complete(self, thread_state: ThreadState) -> None:
-        """See :meth:`InflightWrites.complete`."""
+        """Begin what waits to be written, and see :meth:`InflightWrites.complete`."""
         for tiers in self.device_tiers:
+            if tiers.tier is not None:
+                tiers.tier.begin_waiting()
             inflight = tiers.evictor.inflight
             if inflight.writes:
                 inflight.complete(thread_state)

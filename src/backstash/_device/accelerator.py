@@ -4,7 +4,8 @@ Only this module drives a device; ``testing/device`` implements the same on a CP
 
 - A copy *down* (to the host) waits for all work of the stream that made the tensor, and runs on a stream of
   its own. Its source is kept alive until the copy has ended or the current stream waits for it. So memory that
-  the current stream reuses is not written before the copy has read it.
+  the current stream reuses is not written before the copy has read it. Small copies begin together: see
+  ``copies``.
 - A copy *up* (to the device) writes to memory of the current stream, so that the caching allocator may reuse
   it for that stream. The copying stream waits until the memory is free. Each stream that uses the bytes waits
   for the copy.
@@ -32,9 +33,8 @@ import os
 import threading
 import time
 import warnings
-from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, cast
 
@@ -45,11 +45,11 @@ from .._torch.device_memory import allocator_counts
 from .._torch.host_memory import empty_host_cache
 from .._torch.streams import capture_query, current_stream
 from .base import Check, Completion, Copy, Device, MemoryFigures
+from .copies import GROUP_BYTES, CopyDown, CopyUp, GroupEnd, Lane, StreamCopy
 from .fingerprint import sums
 
 __all__ = ["Accelerator", "accelerator"]
 
-_nothing: Any = tuple  # a C function that does nothing
 _NOTHING = nullcontext()
 _tried_out: set[torch.device] = set()  # devices that this process has tested, waiting once for each
 _FILLED_BYTES = (
@@ -57,99 +57,6 @@ _FILLED_BYTES = (
 )  # long enough that the host begins several fills while the device makes one
 _FILLS, _MOST_FILLS = 8, 256
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
-
-
-class _Event(Completion):
-    """An event of a stream, recorded after a copy."""
-
-    __slots__ = ("device", "event", "has_ended")
-
-    def __init__(self, device: Accelerator, event: Any) -> None:
-        self.device = device
-        self.event = event
-        self.has_ended = False
-        """Whether a query has found that it has ended."""
-
-    def ended(self) -> bool:
-        if not self.has_ended and not self.device.is_capturing():
-            self.has_ended = self.event.query()
-        return self.has_ended
-
-    def wait(self) -> None:
-        self.event.synchronize()
-
-
-class _StreamCopy(Copy):
-    __slots__ = (
-        "__del__",
-        "_copier",
-        "_device",
-        "_is_safe",
-        "_mine",
-        "_owner",
-        "completion",
-        "memory",
-    )
-    __del__: Callable[[], Any]  # filled with a C function: see _runtime/reclaim
-    completion: _Event
-
-    def __init__(
-        self, device: Accelerator, copier: Any, owner: Any, mine: Tensor, memory: Tensor
-    ) -> None:
-        self.memory = memory
-        self._device = device
-        self._copier = copier  # the stream that copies
-        self._owner = owner  # the stream that owns the device memory
-        self._mine = mine  # the device memory
-        self._is_safe = False  # whether the device memory may be freed
-        self.completion = _Event(device, copier.record_event())
-        # Only appends. record_stream, which would release the memory at once, is an operator: a mode that is
-        # active where the copy dies would run Python code here, or hide the call from the allocator.
-        self.__del__ = functools.partial(device.unfinished.append, (self.completion.event, mine))
-
-    def done(self) -> bool:
-        return self._is_safe or self.ended()
-
-    def ended(self) -> bool:
-        completion = self.completion
-        has_ended = completion.has_ended or completion.ended()
-        if has_ended and not self._is_safe:
-            self._is_safe, self.__del__ = True, _nothing
-        return has_ended
-
-    def wait(self) -> None:
-        self.completion.wait()
-        self._is_safe, self.__del__ = True, _nothing
-
-    def order(self) -> None:
-        device = self._device
-        stream, has_ended = device.stream(), self.ended()
-        if not has_ended:
-            with device.timed("stall", stream):
-                stream.wait_event(self.completion.event)
-        if stream != self._owner:
-            self._notify_allocator(stream, has_ended)
-        self._is_safe, self.__del__ = True, _nothing
-
-    @abstractmethod
-    def _notify_allocator(self, stream: Any, has_ended: bool) -> None:
-        """Report to the allocator which streams must pass before the memory is reused. ``stream``, the current
-        one, is not the owner."""
-
-
-class _CopyDown(_StreamCopy):
-    __slots__ = ()
-
-    def _notify_allocator(self, stream: Any, has_ended: bool) -> None:
-        if not has_ended:
-            self._device.record_stream(self._mine, self._copier)
-
-
-class _CopyUp(_StreamCopy):
-    __slots__ = ()
-
-    def _notify_allocator(self, stream: Any, has_ended: bool) -> None:
-        self._device.record_stream(self._mine, stream)  # no matter when the bytes arrived
 
 
 class _Mark:
@@ -187,22 +94,22 @@ class Accelerator(Device):
         RuntimeError: the device has no streams.
     """
 
+    group_bytes = GROUP_BYTES
+    """The bytes at which waiting copies begin."""
+
     def __init__(self, device: torch.device) -> None:
         self.name = str(device)
         self._device = device
         self._pid = os.getpid()
         self._module: Any = getattr(torch, device.type)
         self.is_capturing = capture_query(self._module)
-        self._down = torch.Stream(device)
-        self._up = torch.Stream(device)
+        self._down, self._up = Lane(torch.Stream(device)), Lane(torch.Stream(device))
         # The stream on which the host reads results of comparisons, one thread at a time.
         self._asking = torch.Stream(device), threading.RLock()
         self._savers: list[Any] = []  # the streams of all operations that have saved a tensor
         # Device memory of copies whose objects died before they ended, and their events.
         self.unfinished: deque[tuple[Any, Tensor]] = deque()
         self._fill_seconds = 0.0  # see keep_busy
-        # Source and target of a copy that has begun and has no event yet, in case of an interrupt.
-        self._beginning: tuple[Tensor, Tensor] | None = None
 
     def try_out(self) -> None:
         """Copy some bytes down and up, and run the queries that a stash needs: not every device supports them.
@@ -258,37 +165,101 @@ class Accelerator(Device):
         """See :meth:`Device.down`."""
         if self.unfinished:
             self.sweep()
-        down = self._down
-        down.wait_event(made_on.record_event())
-        if self._beginning is not None:
-            self.finish()
-        self._beginning = source, target
-        with down:  # makes the stream current
-            with self.timed("write", down, source.numel()):
-                target.copy_(source, non_blocking=True)
-            copy = _CopyDown(self, down, made_on, source, target)
-        self._beginning = None
+        nbytes = source.numel()
+        group = self._group_for(self._down, made_on, nbytes)
+        copy = CopyDown(self, group, source, source, target)
+        self._add(group, copy, nbytes)
         return copy
 
     def up(self, source: Tensor, after: Completion | None) -> Copy:
         """See :meth:`Device.up`."""
         if self.unfinished:
             self.sweep()
-        stream = self.stream()
-        memory = self._empty(source.numel())
-        self._up.wait_event(stream.record_event())
-        if after is not None:
-            self._up.wait_event(cast(_Event, after).event)
-        if self._beginning is not None:
-            self.finish()
-        self._beginning = source, memory
-        with self._up:
-            with self.timed("read", self._up, source.numel()):
-                # Through .data, so that its version stays 0.
-                memory.data.copy_(source, non_blocking=True)
-            copy = _CopyUp(self, self._up, stream, memory, memory)
-        self._beginning = None
+        stream, nbytes = self.stream(), source.numel()
+        memory = self._empty(nbytes)
+        group = self._group_for(self._up, stream, nbytes)
+        copy = CopyUp(self, group, memory, source, memory)
+        copy.after = cast("GroupEnd | None", after)
+        self._add(group, copy, nbytes)
         return copy
+
+    def _group_for(self, lane: Lane, owner: Any, nbytes: int) -> GroupEnd:
+        """Return the group that a copy of ``nbytes`` may join: the one that waits, or a new one."""
+        group = lane.group
+        if group is not None and (
+            group.event is not None  # an interrupt came before it left the lane
+            or group.owner != owner
+            or group.nbytes + nbytes > self.group_bytes
+        ):
+            self.begin_lane(lane)
+            group = lane.group
+        if group is None:
+            group = lane.group = GroupEnd(self, lane, owner)
+        return group
+
+    def _add(self, group: GroupEnd, copy: StreamCopy, nbytes: int) -> None:
+        group.copies.append(copy)
+        group.nbytes += nbytes
+        if group.nbytes < self.group_bytes:
+            return
+        try:
+            self.begin_lane(group.lane)
+        except Exception:  # the caller gives the memory to others
+            group.copies.remove(copy)
+            group.nbytes -= nbytes
+            group.lane.stream.synchronize()
+            raise
+
+    def begin_lane(self, lane: Lane) -> None:
+        """Begin the copies that wait in ``lane``. If this raises, they wait again."""
+        group, stream = lane.group, lane.stream
+        if group is None:
+            return
+        if group.copies and group.event is None:
+            stream.wait_event(group.owner.record_event())
+            if lane is self._up:
+                self._come_after(lane, group)
+            with stream:  # makes the stream current
+                for copy in group.copies:
+                    if (source := copy.source) is not None:
+                        with (
+                            _NOTHING
+                            if self.on_time is None
+                            else self.timed(copy.kind, stream, source.numel())
+                        ):
+                            # Through .data, so that the version of a copy up stays 0.
+                            copy.memory.data.copy_(source, non_blocking=True)
+                event = stream.record_event()
+            for copy in group.copies:
+                # Only appends. record_stream, which would release the memory at once, is an operator: a mode
+                # that is active where the copy dies would run Python code here, or hide the call from the
+                # allocator.
+                copy.__del__ = functools.partial(self.unfinished.append, (event, copy.mine))
+                copy.source = copy.after = None
+            lane.begun += 1
+            group.number, group.event = lane.begun, event
+        lane.group = None
+        group.copies = []
+
+    def _come_after(self, lane: Lane, group: GroupEnd) -> None:
+        """Make the stream of copies up wait for the copies down that fill their sources. They end in order."""
+        last: GroupEnd | None = None
+        for copy in group.copies:
+            after = copy.after
+            if after is not None:
+                if after.event is None:
+                    after.begin()
+                if last is None or after.number > last.number:
+                    last = after
+        if last is not None and last.number > lane.waited_for and not last.has_ended:
+            lane.stream.wait_event(last.event)
+            lane.waited_for = last.number
+
+    def begin(self) -> None:
+        """See :meth:`Device.begin`."""
+        if (self._down.group or self._up.group) and not self.is_capturing():
+            self.begin_lane(self._down)
+            self.begin_lane(self._up)
 
     def _empty(self, nbytes: int) -> Tensor:
         try:
@@ -391,7 +362,7 @@ class Accelerator(Device):
         """See :meth:`Device.unpin`. Waits for copies, since a stash may be dropped while some run."""
         if os.getpid() != self._pid:
             return  # a forked child has no device
-        self.finish()
+        self._synchronize()
         if self._device.type != "cuda":
             return  # nothing was pinned
         status = self._module.cudart().cudaHostUnregister(memory.data_ptr())
@@ -402,14 +373,20 @@ class Accelerator(Device):
         """See :meth:`Device.give_back`. Waits for copies, like :meth:`unpin`."""
         if os.getpid() != self._pid:
             return
-        self.finish()
+        self._synchronize()
         memory.data = torch.empty(0, dtype=torch.uint8, device="cpu")
         empty_host_cache()
 
     def finish(self) -> None:
         """See :meth:`Device.finish`."""
-        for stream in (self._down, self._up):
-            stream.synchronize()
+        self.begin_lane(self._down)
+        self.begin_lane(self._up)
+        self._synchronize()
+
+    def _synchronize(self) -> None:
+        """Wait for the copies that have begun. Needs no lock."""
+        for lane in (self._down, self._up):
+            lane.stream.synchronize()
 
     def free_bytes(self) -> int:
         """See :meth:`Device.free_bytes`."""

@@ -25,12 +25,17 @@ class Completion(ABC):
 
     @abstractmethod
     def wait(self) -> None:
-        """Wait until the copy has ended. For threads that do not compute."""
+        """Wait until the copy has ended. For threads that do not compute, after :meth:`begin`."""
+
+    def begin(self) -> None:
+        """Begin the copy, if it waits for others. The caller holds the stash's lock."""
+        return None
 
 
 class Copy(Transfer):
-    """A copy that has begun. It owns the device memory of the copy; if it dies before the copy has ended, the
-    device takes that memory over. The caller owns the host memory until ``completion`` has ended."""
+    """A copy that has begun, or that waits to begin with others. It owns the device memory of the copy; if it
+    dies before the copy has ended, the device takes that memory over. The caller owns the host memory until
+    ``completion`` has ended."""
 
     ends_in_order = True
     error = None
@@ -167,6 +172,10 @@ class Device(ABC):
     @abstractmethod
     def finish(self) -> None:
         """Wait until every copy has ended."""
+
+    def begin(self) -> None:
+        """Begin the copies that wait for others. Does nothing while operations are captured into a graph."""
+        return None
 
     def unfinished_bytes(self) -> int:
         """Return how many bytes of device memory :meth:`sweep` has yet to free."""

@@ -64,7 +64,7 @@ class WeakQueue(Generic[_T]):
         # The queue is set aside first: a finalizer that the garbage collector runs now may append an item.
         refs, self.refs = self.refs, deque()
         alive = [ref for ref in refs if (item := ref()) is not None and wanted(item)]
-        self.refs = deque(alive + [*self.refs])
+        self.refs = deque([*alive, *self.refs])
         self._sweep_at = max(_LEAST, 2 * len(self.refs))
 
 

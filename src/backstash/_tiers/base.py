@@ -63,6 +63,10 @@ class LowerTier(ABC):
         """Continue loads whose first stage has ended."""
         return None
 
+    def begin_waiting(self) -> None:
+        """Begin transfers that wait for others."""
+        return None
+
     def sweep(self) -> None:
         """Release what ended transfers no longer use, so that the counts are current."""
         return None

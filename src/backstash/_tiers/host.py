@@ -167,6 +167,10 @@ class HostTier(LowerTier):
             except torch.OutOfMemoryError:
                 return  # the thread that needs the block will try again
 
+    def begin_waiting(self) -> None:
+        """See :meth:`LowerTier.begin_waiting`."""
+        self.device.begin()
+
     def sweep(self) -> None:
         """See :meth:`LowerTier.sweep`."""
         self.device.sweep()

@@ -98,6 +98,7 @@ class HostWriteback:
             self.refusal = f", and {error.strerror}"
             return False
         assert left.written is not None
+        left.written.begin()  # a worker waits for it
         work = Work(_write_down, left.written, disk, slot, left.buffer.memory)
         left.work, left.slot = work, slot
         self._begin_work(work)

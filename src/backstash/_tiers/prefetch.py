@@ -185,6 +185,8 @@ class Prefetcher:
                 continue  # in memory, or used in this pass: the node that runs now still holds it
             if backing.buffer is None and not self._begin_ahead(following, backing):
                 break
+        if self._tier is not None:
+            self._tier.begin_waiting()
         ahead.peak_bytes = max(ahead.peak_bytes, ahead.nbytes)
 
     def free(self) -> None:

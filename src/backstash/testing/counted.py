@@ -3,7 +3,7 @@ device.
 
 The code that drives a real accelerator drives this one, too: the same copies, events and waits. Only the
 streams are stand-ins. Ordinary CPU tensors are its memory, and a copy has run when it was begun; but an event
-says that it has ended only when so many more were recorded, as it is where the host runs ahead.
+says that it has ended only when the device was given so much more, as it is where the host runs ahead.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch import Tensor
 from .._core.admission import Admission
 from .._device.accelerator import Accelerator
 from .._device.base import Check, Completion, Copy, MemoryFigures
+from .._device.copies import Lane
 from .._device.fingerprint import fingerprint
 from .._saved.thread_state import ThreadState
 
@@ -33,7 +34,7 @@ __all__ = ["CountedDevice"]
 class _CountedEvent:
     def __init__(self, device: CountedDevice) -> None:
         self._device = device
-        self.number = device.counts["event_records"]
+        self.number = device.given
         self.seconds = time.perf_counter()
 
     def query(self) -> bool:
@@ -51,13 +52,14 @@ class _Stream:
 
     def record_event(self, event: Any = None) -> _CountedEvent:
         self._device.counts["event_records"] += 1
+        self._device.given += 1
         return _CountedEvent(self._device)
 
     def wait_event(self, event: _CountedEvent) -> None:
         self._device.counts["stream_waits"] += 1
 
     def synchronize(self) -> None:
-        self._device.synchronize(self._device.counts["event_records"])
+        self._device.synchronize(self._device.given)
 
     def __enter__(self) -> _Stream:
         current = self._device.current
@@ -84,8 +86,8 @@ class CountedDevice(Accelerator):
     """Counts what a stash asks of an accelerator; for :func:`~backstash.testing.stash_on`.
 
     Args:
-        ahead: of the events that were recorded last, so many have not been reached by the device: a query says
-            no, unless the host has waited for them.
+        ahead: the device has not reached the last so many of the copies, fingerprints and events that it was
+            given: a query of a later event says no, unless the host has waited for it.
 
     ``counts`` is a :class:`collections.Counter` with the keys
 
@@ -108,11 +110,13 @@ class CountedDevice(Accelerator):
     (1, 1)
     """
 
-    def __init__(self, ahead: int = 64) -> None:
+    def __init__(self, ahead: int = 16) -> None:
         self.counts: Counter[str] = Counter()
         self.current = threading.local()
         self.holds: Callable[[], int] = int
         """The bytes that are held on it; :func:`~backstash.testing.stash_on` sets it."""
+        self.given = 0
+        """How many copies, fingerprints and events it was given so far."""
         self._left: Counter[tuple[int, int]] = Counter()
         self._ahead = ahead
         self._reached = self._peak_bytes = 0
@@ -122,11 +126,10 @@ class CountedDevice(Accelerator):
         self._pid = os.getpid()
         self.is_capturing = bool
         self._compute = _Stream(self)
-        self._down, self._up = cast(Any, _Stream(self)), cast(Any, _Stream(self))
+        self._down, self._up = Lane(_Stream(self)), Lane(_Stream(self))
         self._asking = cast(Any, (_Stream(self), threading.RLock()))
         self._savers = []
         self.unfinished = collections.deque()
-        self._beginning = None
 
     def watch(self, admission: Admission) -> None:
         """Count what the hooks of a stash leave in place without managing it: :attr:`left_bytes`."""
@@ -167,11 +170,11 @@ class CountedDevice(Accelerator):
         return sum(nbytes for _, nbytes in [*self._left])
 
     def has_come_to(self, number: int) -> bool:
-        """Whether the device has reached the event of that number."""
-        return number <= max(self._reached, self.counts["event_records"] - self._ahead)
+        """Whether the device has reached the work of that number."""
+        return number <= max(self._reached, self.given - self._ahead)
 
     def synchronize(self, number: int) -> None:
-        """The host waits for the event of that number, if the device has not reached it."""
+        """The host waits for the work of that number, if the device has not reached it."""
         if not self.has_come_to(number):
             self.counts["host_syncs"] += 1
             self._reached = number
@@ -187,11 +190,13 @@ class CountedDevice(Accelerator):
     def down(self, source: Tensor, target: Tensor, made_on: Any) -> Copy:
         """See :meth:`Device.down`."""
         self.counts["copies_down"] += 1
+        self.given += 1
         return super().down(source, target, made_on)
 
     def up(self, source: Tensor, after: Completion | None) -> Copy:
         """See :meth:`Device.up`."""
         self.counts["copies_up"] += 1
+        self.given += 1
         return super().up(source, after)
 
     def keep_busy(self, seconds: float) -> None:
@@ -200,6 +205,7 @@ class CountedDevice(Accelerator):
     def sums(self, storage: torch.UntypedStorage, first: int = 0, nbytes: int = -1) -> Tensor:
         """See :meth:`Accelerator.sums`."""
         self.counts["kernels"] += 1
+        self.given += 1
         told = fingerprint(storage, first, nbytes)
         if isinstance(told, bytes):
             return torch.frombuffer(bytearray(told), dtype=torch.int64)
