@@ -198,7 +198,6 @@ ASKED = {
     ("_core/admission.py", "Action"): "what a policy returned",
     ("_core/admission.py", "Codec"): "what the caller gave, or a callable of the caller's returned",
     ("_recompute/region.py", "Call"): "a pack hook on autograd's stack",
-    ("_recompute/region.py", "Once"): "a pack hook on autograd's stack",
     ("_recompute/region.py", "Tape"): "a mode on PyTorch's stack",
     ("_recompute/tape.py", "Tape"): "a mode on PyTorch's stack",
     ("_saved/handout.py", "_Guard"): "metadata of one of autograd's nodes",

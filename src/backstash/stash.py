@@ -42,7 +42,7 @@ from ._text import clean, html_text, shown
 from ._tiers.device_tiers import DeviceTiers, TierConfig, TierSizes
 from ._tiers.packing import decode_separately
 from ._tiers.windows import MOST_BYTES
-from ._torch.dispatch import innermost_mode
+from ._torch.dispatch import count_dispatch_modes
 from ._torch.dynamo import leave_untraced
 from ._torch.engine import current_node
 from ._torch.func_transforms import REFUSAL
@@ -348,15 +348,13 @@ class Stash:
                 f"stash {self.name or ''} is closed: make a new one".replace("  ", " ")
             )
         thread_state = self._thread_state()
-        recorder, unpack = self._recorder, self.unpack
-        if recorder is not None:
-            unpack = self._unpack_aside
+        recorder = self._recorder
         if pack is None:
             pack = self._admission.hook(thread_state)
             pack.steps_aside = self._admission.stepped_aside
         else:
             recorder = None
-        enter_scope(thread_state, pack, unpack, frame)
+        enter_scope(thread_state, pack, self.unpack, frame)
         if recorder is not None:
             recorder.entered(thread_state, frame)
 
@@ -551,6 +549,10 @@ class Stash:
             InplaceError: the tensor was modified in place, and its saved value is lost.
             StashIOError: the store cannot read the bytes; a later call may succeed.
         """
+        if self._recorder is not None and count_dispatch_modes():
+            from ._recompute.tape import leave_for_backward
+
+            leave_for_backward()  # a tape of this context may still be active
         kind = type(packed)
         if kind is Tensor and packed._version == 0:  # nearly every small tensor
             return packed if type(current_node()) in RETURNS_NONE else hand_out(packed)
@@ -585,14 +587,6 @@ class Stash:
             )
             raise _changed(tensor.shape, tensor.dtype, module, tensor._version, version)
         return tensor if type(current_node()) in RETURNS_NONE else hand_out(tensor)
-
-    def _unpack_aside(self, packed: Any) -> Tensor:
-        """Unpack as :meth:`unpack` does, without recording the operations on a tape."""
-        if innermost_mode() is not None:
-            from ._recompute.tape import leave_for_backward
-
-            leave_for_backward()
-        return self.unpack(packed)
 
     def _look_at_compiled(self, node: object, entry: Entry) -> None:
         if self._whole_graph.has_most(node, entry.block):

@@ -17,7 +17,6 @@ import random
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +46,7 @@ from .._torch.dispatch import (
     without_function_modes,
 )
 from .._torch.dynamo import leave_untraced, untraced
-from .._torch.engine import queue_callback, task_or_none
+from .._torch.engine import queue_callback, sequence_number, task_or_none
 from .._torch.hook_stack import current_pair, own_pack
 from .._torch.modules import as_if_running, call_frame, is_running, module_path, running_modules
 from .._torch.schemas import RANDOM
@@ -133,6 +132,7 @@ class Call:
         self.tape: ForwardTape | None = ForwardTape(region.routes if follows else None, stays)
         self._thread_state = thread_state
         self._outer: Tape | None = None  # the context's tape, which this one replaces meanwhile
+        self._is_paused = False  # whether the tape is popped until the end of this hook
 
     # Forward.
 
@@ -158,16 +158,15 @@ class Call:
                 pass
             else:
                 self._saved.add((identity, tensor._version))
-        # As in Tape.aside(), without its calls.
-        is_innermost, was_recording = innermost_mode() is tape, tape.is_recording
-        tape.is_recording = False
-        if is_innermost:
-            pause_mode(None)
+        was_recording, tape.is_recording = tape.is_recording, False
         saved_bytes = self._thread_state.large_bytes
         try:
             # What is discarded does not reach the stash's hook, which otherwise does this.
-            if self._thread_state.waiting and not self.region.session.section.is_nested():
-                self.region.admission.settle(self._thread_state)
+            state = self._thread_state
+            if state.waiting and state.operation != sequence_number():
+                if not self.region.session.section.is_nested():
+                    self._pause()
+                    self.region.admission.settle(state)
             if self._filled:
                 self._settle(tape)
             if planned is None or planned.forward is None:
@@ -179,9 +178,17 @@ class Call:
                 planned.hook_took(began)
                 self._leave_out(saved_bytes, tensor)
         finally:
-            if is_innermost:
+            if self._is_paused:
+                self._is_paused = False
                 resume_mode(tape)
             tape.is_recording = was_recording
+
+    def _pause(self) -> None:
+        """Pop the tape until the end of this hook, since operations are about to be called. It does not record
+        them either way, but a call through it takes long."""
+        if not self._is_paused and innermost_mode() is self.tape is not None:
+            pause_mode(None)
+            self._is_paused = True
 
     def _leave_out(self, since: int, saved: Tensor | None = None) -> None:
         """Of what was counted as saved since ``since``, count only ``saved``: a step that is recorded then
@@ -198,7 +205,8 @@ class Call:
             discard = route.saves[number]
             if tape.discards(discard, tensor) and task_or_none() == self._task:
                 return self._discard_as(discard, tensor, tape)
-        if tensor.is_leaf or tensor._base is not None:  # without a call for any other
+        base = tensor._base
+        if tensor.is_leaf or (base is not None and (base.is_leaf or type(base) is not Tensor)):
             kept = self.region.admission.keep_parameter(tensor, self._thread_state)
             if kept is not None:
                 self._thread_state.saves += 1
@@ -212,11 +220,13 @@ class Call:
         if tensor.requires_grad:
             if state.reason:  # one that may still be filled is checked later
                 return self._refuse(tensor, state.reason)
-        elif _is_workspace(tensor):
+        elif tensor.dtype is torch.uint8 and _is_workspace(tensor):
             return self._pack_own(tensor)
         if not self.region.admission.may_discard(tensor):
             return self._pack_own(tensor)
         held = Held(self, state, place_of(tensor), tensor)
+        if not self._is_paused:
+            self._pause()
         if not tensor.requires_grad:
             # An operation may save a tensor before it fills it: check it when the operation has ended.
             held.packed = tensor.detach(), tensor._version
@@ -287,20 +297,28 @@ class Call:
 
     def _pack_own(self, tensor: Tensor, pack: Callable[[Tensor], object] | None = None) -> object:
         """Hold a tensor that no replay computes."""
+        if not self._is_paused:
+            self._pause()
         packed = (pack or self._pack)(tensor)
         if self._planned is not None:
             self._planned.note_own(packed)
         return packed
 
     def _hold_operand(self, tensor: Tensor, is_random: bool) -> object:
+        if not (tensor.is_leaf or self._is_paused):
+            self._pause()
         packed = self.region.admission.keep_parameter(tensor, self._thread_state)
         if packed is not None:
             return packed
+        self._pause()
         packs = self._may_pack(tensor, is_random=is_random)
         pack = self._pack_smaller if packs else self._pack_exact
         modules = self._modules_that_saved(tensor)
-        with as_if_running(modules) if modules is not None else nullcontext():
+        if modules is None:
             packed = pack(tensor)
+        else:
+            with as_if_running(modules):
+                packed = pack(tensor)
         if self._planned is not None:
             self._planned.note_operand(packed)
         return packed
@@ -355,10 +373,11 @@ class Call:
         self._discarded += 1
         if number != self._sampled and not (tensor.is_cpu or self._is_thorough):
             return None
+        self._pause()
         tiers = region.tiers_of(tensor.device)
         if tiers is None:
             return region.sample(tensor)
-        is_sampled = region.is_thorough or number == self._sampled
+        is_sampled = self._is_thorough or number == self._sampled
         return region.mark(tensor, tiers.device) if is_sampled else None
 
     def _count_discarded(self, held: Held) -> None:
@@ -377,6 +396,7 @@ class Call:
 
     def _settle(self, tape: ForwardTape) -> None:
         """Discard the tensors that were filled after they were saved."""
+        self._pause()
         while self._filled:
             # The others stay in the list: this one may hold one of them as an operand.
             held, tensor, number, modules = self._filled.pop(0)
@@ -581,9 +601,9 @@ def _window(tensor: Tensor, number: int) -> tuple[int, int]:
 
 
 def _is_workspace(tensor: Tensor) -> bool:
-    """Whether it may be a library's workspace (oneDNN's LSTM has one), not every byte of which is written."""
-    is_bytes = tensor.dtype is torch.uint8 and tensor.dim() == 1
-    return is_bytes and tensor.nbytes == tensor.untyped_storage().nbytes()
+    """Whether a tensor of bytes may be a library's workspace, not every byte of which is written. oneDNN's LSTM has
+    one."""
+    return tensor.dim() == 1 and tensor.nbytes == tensor.untyped_storage().nbytes()
 
 
 def _device_used(module: nn.Module, args: tuple[Any, ...]) -> torch.device:
@@ -594,29 +614,19 @@ def _device_used(module: nn.Module, args: tuple[Any, ...]) -> torch.device:
     return torch.device("cpu")
 
 
-class Once:
-    """The pack hook of a region that is not recomputed in this call: it packs with the stash's hook.
+def _once(pack: Any, admission: Admission, inputs: list[Any]) -> Callable[[Tensor], object]:
+    """Return ``pack``, a hook of the stash, as that of a region that is not recomputed in this call.
 
     The region's inputs are packed as if the region were recomputed, so that they are of the same class, and are
     held while it runs.
     """
+    pack.steps_aside, pack.region_inputs = admission.stepped_aside, inputs
+    return pack  # type: ignore[no-any-return]
 
-    __slots__ = ("_admission", "_inputs", "_pack")
 
-    def __init__(
-        self, pack: Callable[[Tensor], object], admission: Admission, inputs: list[Any]
-    ) -> None:
-        self._pack = pack
-        self._admission = admission
-        self._inputs = inputs
-
-    def __call__(self, tensor: Tensor) -> object:
-        """See :meth:`Admission.hook`."""
-        return self._pack(tensor)
-
-    def steps_aside(self) -> None:
-        """Record that a transform of ``torch.func`` runs without hooks."""
-        self._admission.stepped_aside()
+def _is_of_region(pack: object) -> bool:
+    """Whether a pack hook was pushed by a region."""
+    return isinstance(pack, Call) or hasattr(pack, "region_inputs")
 
 
 class _RegionHook(Hook):
@@ -673,6 +683,8 @@ class Region:
         is_found: bool = False,
     ) -> None:
         self._verify, self.is_found = verify, is_found
+        self.is_thorough = verify == "always"
+        """Whether every replay is compared in all its bytes."""
         self._enter, self._leave = enter, leave
         self.session = session
         self.admission = admission
@@ -700,11 +712,6 @@ class Region:
         """Count bytes that are not recomputed, with the reason."""
         with self.session.lock:
             self.admission.count_left(_REFUSED + reason, nbytes)
-
-    @property
-    def is_thorough(self) -> bool:
-        """Whether every replay is compared in all its bytes."""
-        return self._verify == "always"
 
     def next_sampled(self) -> int:
         """Return which tensor of the next forward to compare on an accelerator; -1: none."""
@@ -776,9 +783,7 @@ class Region:
         newest_scope(thread_state)  # removes scopes that an interrupt left behind
         if self.is_found and not thread_state.scopes:
             return  # outside of every context
-        inside = any(
-            isinstance(scope.hooks.pack_hook, Call | Once) for scope in thread_state.scopes
-        )
+        inside = any(_is_of_region(scope.hooks.pack_hook) for scope in thread_state.scopes)
         if inside or self.session.section.is_nested():
             return
         began = self.session.region_hook_begins()  # a step may begin here, which takes time
@@ -810,7 +815,7 @@ class Region:
             if not planned.begin():
                 if planned.left_bytes is not None:
                     pack = self.admission.hook_leaving(thread_state, planned.left_bytes)
-                self._enter(frame, Once(pack, self.admission, packed))
+                self._enter(frame, _once(pack, self.admission, packed))
                 _put_back(thread_state, outer)
                 return
         call = Call(self, running, thread_state, frame, packed, planned)
@@ -839,7 +844,7 @@ class Region:
         if scope is None or scope.frame is not frame:
             return
         call = scope.hooks.pack_hook
-        if isinstance(call, Call | Once):
+        if _is_of_region(call):
             self._leave(frame)
         if isinstance(call, Call):
             call.end(in_order=output is not None)
@@ -880,7 +885,7 @@ class FoundModules:
     def _end_if_idle(self) -> None:
         sessions = {region.session for _, region in self.regions.values()}
         scopes = [s for session in sessions for each in session.thread_states for s in each.scopes]
-        is_idle = not any(isinstance(each.hooks.pack_hook, Call | Once) for each in scopes)
+        is_idle = not any(_is_of_region(each.hooks.pack_hook) for each in scopes)
         if is_idle and not self._beginning:
             self._ends.remove()
             _ending.discard(self)

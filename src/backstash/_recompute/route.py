@@ -449,11 +449,15 @@ class ForwardTape(Tape):  # type: ignore[no-untyped-call]
         needed, held, known = discard.needed, self._held, self._needs
         if needed and (reason := self.hold(needed, pack, saved)):
             return reason
-        needs = Needs(
-            {each: held[each] for each in needed}, [known[each] for each in discard.after]
-        )
-        for each in discard.ops:
-            known[each] = needs
+        own: dict[Outside, list[Any]] = {}
+        before: list[Needs] = []
+        for operand in needed:
+            own[operand] = held[operand]
+        for op in discard.after:
+            before.append(known[op])
+        needs = Needs(own, before)
+        for op in discard.ops:
+            known[op] = needs
         return needs
 
     def make_route(self) -> None:

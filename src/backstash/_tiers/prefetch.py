@@ -167,6 +167,7 @@ class Prefetcher:
         if self._used_bytes < ahead.window_bytes // _LOOKS_IN_A_WINDOW:
             return  # few bytes were used since the last look-ahead
         self._used_bytes = 0
+        begun = self.read_bytes
         makes = makes and self._made.has_time()
         number, turn = block.number, max(block.turn, 1)
         for ref in block.forward_pass.successors(block.index):
@@ -185,7 +186,7 @@ class Prefetcher:
                 continue  # in memory, or used in this pass: the node that runs now still holds it
             if backing.buffer is None and not self._begin_ahead(following, backing):
                 break
-        if self._tier is not None:
+        if self._tier is not None and self.read_bytes != begun:
             self._tier.begin_waiting()
         ahead.peak_bytes = max(ahead.peak_bytes, ahead.nbytes)
 

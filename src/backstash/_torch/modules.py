@@ -10,8 +10,7 @@ from __future__ import annotations
 import gc
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from itertools import pairwise
 from types import FrameType
 from typing import Any
@@ -79,15 +78,20 @@ class _Late(threading.local):
 _late = _Late()
 
 
-@contextmanager
-def as_if_running(modules: list[nn.Module]) -> Iterator[None]:
+class as_if_running:
     """Within it, :func:`running_modules` returns these: those that ran when a tensor was saved which is packed
     later."""
-    before, _late.modules = _late.modules, modules
-    try:
-        yield
-    finally:
-        _late.modules = before
+
+    __slots__ = ("_before", "_modules")
+
+    def __init__(self, modules: list[nn.Module]) -> None:
+        self._modules = modules
+
+    def __enter__(self) -> None:
+        self._before, _late.modules = _late.modules, self._modules
+
+    def __exit__(self, *_: object) -> None:
+        _late.modules = self._before
 
 
 def is_parameter(tensor: Tensor) -> bool:
