@@ -205,8 +205,8 @@ def test_a_closed_stash_holds_no_more():
 def test_what_waited_for_its_operation_s_end_is_settled_first(waiting, settles):
     around = Around()
     around.thread_state.waiting.extend(waiting)
-    around.pack(torch.nn.Parameter(torch.zeros(KIB)))
-    assert around.steps == ["drain", around.thread_state] * settles
+    around.pack(torch.zeros(KIB))
+    assert around.steps == [around.thread_state] * settles
 
 
 def test_what_is_dead_is_settled_before_a_block_is_made():
@@ -222,7 +222,7 @@ def test_what_is_dead_is_settled_before_a_block_is_made():
     "options, reason",
     [
         ({"has_tier": False}, "no tier below: give disk="),
-        ({"has_tier": False, "device": object()}, "no tier below: give host="),
+        ({"has_tier": False, "device": Driver()}, "no tier below: give host="),
         ({"device": Driver(capturing=True)}, "a graph of the accelerator is being captured"),
         ({"device": Driver()}, ""),
     ],

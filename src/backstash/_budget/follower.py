@@ -178,10 +178,12 @@ class Follower:
 
     def choose(self, block: Block, tensor: Tensor, modules: Sequence[nn.Module]) -> str:
         """Return the tier that a block moves to at once; ``""`` if it stays, as far as the limit allows."""
-        if self._keeps_what_fits and block.nbytes > self._largest_bytes:
+        if block.nbytes > self._largest_bytes and self._keeps_what_fits:
             self._largest_bytes = block.nbytes
             self._guard.hold_back(block.nbytes)
-        self._look_after(block.nbytes)
+        self._unlooked_bytes -= block.nbytes
+        if self._unlooked_bytes < 0:
+            self._look()
         if self._leaves_alone(self._shape.counted - 1):
             return "recompute" if self._must_recompute(block) else ""
         group = self._class(block.cleanup.module, tensor, block.nbytes, modules)
@@ -301,16 +303,14 @@ class Follower:
         whether more blocks are in place than may be."""
         if not self._keeps_what_fits:
             return False
-        self._look_after(nbytes)
+        self._unlooked_bytes -= nbytes
+        if self._unlooked_bytes < 0:
+            self._look()
         resident = self._limits.tiers.evictor.resident
         return resident.limit is not None and resident.nbytes > resident.limit
 
-    def _look_after(self, nbytes: int) -> None:
-        """Read the memory if enough was saved since the last time. If it comes near the budget, fewer blocks
-        stay for the rest of the step."""
-        self._unlooked_bytes -= nbytes
-        if self._unlooked_bytes >= 0:
-            return
+    def _look(self) -> None:
+        """Read the memory. If it comes near the budget, fewer blocks stay for the rest of the step."""
         self._unlooked_bytes = self._look_bytes
         over = self._guard.over()
         if over:
@@ -320,9 +320,9 @@ class Follower:
     def _leaves_alone(self, counted: int) -> bool:
         """Whether saves after this many blocks of the step stay in place, unmanaged."""
         shape = self._shape
-        if self._recording.is_on or shape.is_larger or shape.is_unknown or self._recomputes_unknown:
+        if self._recording.is_on or shape.is_larger or shape.is_unknown or self._refused:
             return False
-        if self._refused:
+        if self._tier is None and self._recomputes_unknown:
             return False
         if self._first_steps.mode in ("left", "sampled"):
             return True

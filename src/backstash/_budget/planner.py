@@ -708,7 +708,7 @@ class Planner(Controller):
         """See :meth:`Controller.choose`."""
         self.follower.count(block)
         tier = self.follower.choose(block, tensor, modules)
-        if self.asks_prices:
+        if self._recording.is_on and self.asks_prices:
             paused = self.pause()
             self._was_priced(block, paused, prices())
         return tier

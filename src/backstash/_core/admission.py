@@ -198,11 +198,11 @@ class Admission:
 
         def pack(tensor: Tensor) -> object:
             nonlocal left_bytes
-            if (
-                type(tensor) is not Tensor
-                or left_bytes < 0
-                or (tensor.is_leaf and tensor.requires_grad)
-            ):
+            if tensor.is_leaf and tensor.requires_grad and not self.closed:
+                kept = self.keep_parameter(tensor, thread_state)
+                if kept is not None:
+                    return kept
+            if type(tensor) is not Tensor or left_bytes < 0:
                 return hook(tensor)
             try:
                 storage = tensor.untyped_storage()
@@ -690,7 +690,8 @@ class Admission:
         self.eligible_bytes += block.nbytes
         planner = session.planner_of(tiers, thread_state) if session.planners else None
         if planner is not None:
-            thread_state.may_leave(-1)
+            if thread_state.granted_bytes >= 0:
+                thread_state.may_leave(-1)
             if self.recorder is not None:
                 if planner.counts_modules:
                     self.recorder.saw(modules, block.cleanup.module, block.nbytes)

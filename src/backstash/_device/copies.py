@@ -120,7 +120,8 @@ class GroupEnd(Completion):
         """Make ``stream`` wait for the group, unless that is known to be unnecessary."""
         if self.event is None:
             self.begin()
-        if not self.has_ended and self.waited_by != stream:
+        # A torch.Stream is neither equal nor unequal to None.
+        if not self.has_ended and (self.waited_by is None or self.waited_by != stream):
             with self.device.timed("stall", stream):
                 stream.wait_event(self.event)
             if not self.device.is_capturing():  # else only the graph waits
@@ -163,11 +164,16 @@ class StreamCopy(Copy):
         return self._is_safe or self.ended()
 
     def ended(self) -> bool:
-        completion = self.completion
-        has_ended = completion.has_ended or completion.ended()
-        if has_ended and not self._is_safe:
+        end = self.completion
+        if not end.has_ended:
+            if end.event is None or self._device.is_capturing():
+                return False
+            end.has_ended = end.event.query()
+            if not end.has_ended:
+                return False
+        if not self._is_safe:
             self._is_safe, self.__del__ = True, nothing
-        return has_ended
+        return True
 
     def wait(self) -> None:
         self.completion.wait()

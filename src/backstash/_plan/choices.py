@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from functools import lru_cache
 
 from ..units import format_bytes
 from .regions import LEFT, name_of
@@ -16,6 +17,7 @@ from .table import REGION
 __all__ = ["Choices", "ClassOf"]
 
 _ORDINALS = 64  # later saves of one module share the last ordinal
+_MOST_NAMES = 1 << 14
 
 
 class ClassOf:
@@ -23,7 +25,6 @@ class ClassOf:
 
     def __init__(self) -> None:
         self._ordinals: Counter[tuple[int, str, str]] = Counter()
-        self._names: dict[tuple[str, str], str] = {}
 
     def begin_step(self) -> None:
         """Begin a step, in which nothing was saved yet."""
@@ -41,14 +42,11 @@ class ClassOf:
         ``root`` identifies the module that the program called: one that calls its blocks itself has many, whose
         submodules have the same paths, and the saves of each are numbered from 0.
         """
-        known = module, operation
-        name = self._names.get(known)
-        if name is None:
-            name = self._names[known] = f"{name_of(module)} {operation}".lstrip()
         where = root, module, operation
-        ordinal = self._ordinals[where]
-        self._ordinals[where] = min(ordinal + 1, _ORDINALS)
-        return f"{name} #{ordinal} {format_bytes(nbytes)}"
+        ordinal = self._ordinals.get(where, 0)
+        if ordinal < _ORDINALS:
+            self._ordinals[where] = ordinal + 1
+        return _class_name(module, operation, ordinal, nbytes)
 
 
 class Choices:
@@ -97,10 +95,9 @@ class Choices:
                 that differs only in size. A mixture of experts saves blocks of other sizes in each step.
         """
         anyhow = _without_size(name)
-        counted = self._met[anyhow]
-        self._met[anyhow] = counted + 1
-        at = self._met[name]
-        self._met[name] = at + 1
+        met = self._met
+        counted, at = met.get(anyhow, 0), met.get(name, 0)
+        met[anyhow], met[name] = counted + 1, at + 1
         choices = self._of.get(name)
         if choices is None and (other := self._of_another_module(name)) is not None:
             name, at = other, self._met[other]
@@ -135,6 +132,16 @@ class Choices:
         return found
 
 
+# What is known of a class's name: the same few thousand are looked up in each step.
+
+
+@lru_cache(_MOST_NAMES)
+def _class_name(module: str, operation: str, ordinal: int, nbytes: int) -> str:
+    name = f"{name_of(module)} {operation}".lstrip()
+    return f"{name} #{ordinal} {format_bytes(nbytes)}"
+
+
+@lru_cache(_MOST_NAMES)
 def _are_nested(one: str, other: str) -> bool:
     """Whether one of two modules is the other, or inside it; the outermost one has the name of its class."""
     if one.startswith("(") or other.startswith("("):
@@ -142,6 +149,7 @@ def _are_nested(one: str, other: str) -> bool:
     return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
 
 
+@lru_cache(_MOST_NAMES)
 def _without_module(name: str) -> tuple[str, str]:
     """Return the module's path, and the class's name without it and without the ordinal."""
     words = name.split(" ")
@@ -150,6 +158,7 @@ def _without_module(name: str) -> tuple[str, str]:
     return path, " ".join([*words[bool(path) : at], *words[at + 1 :]])
 
 
+@lru_cache(_MOST_NAMES)
 def _without_size(name: str) -> str:
     """Return the class's name without its last two words, the number and the unit."""
     return name.rsplit(" ", 2)[0]

@@ -252,7 +252,7 @@ class Call:
             self._counted.add(which)
             self._discarded_bytes += held.nbytes
         self._held.append(weakref.ref(held))
-        if self._planned is not None:
+        if self._planned is not None and self._planned.stays:
             self._planned.note_discarded(tensor, state.number)
         return held
 
@@ -269,7 +269,7 @@ class Call:
             return self._trace(held, tensor, number, planned)
         else:
             reason = self._discard(held, tensor, number, tape)
-            if planned is not None and not reason:
+            if planned is not None and planned.stays and not reason:
                 planned.note_discarded(tensor, held.state.number)
         return self._refuse(tensor, reason) if reason else held
 
@@ -300,7 +300,7 @@ class Call:
         if not self._is_paused:
             self._pause()
         packed = (pack or self._pack)(tensor)
-        if self._planned is not None:
+        if self._planned is not None and self._keeps:
             self._planned.note_own(packed)
         return packed
 
@@ -319,7 +319,7 @@ class Call:
         else:
             with as_if_running(modules):
                 packed = pack(tensor)
-        if self._planned is not None:
+        if self._planned is not None and self._keeps:
             self._planned.note_operand(packed)
         return packed
 
@@ -601,8 +601,7 @@ def _window(tensor: Tensor, number: int) -> tuple[int, int]:
 
 
 def _is_workspace(tensor: Tensor) -> bool:
-    """Whether a tensor of bytes may be a library's workspace, not every byte of which is written. oneDNN's LSTM has
-    one."""
+    """Whether a tensor of bytes may be a library's workspace, as oneDNN's LSTM has one: not all is written."""
     return tensor.dim() == 1 and tensor.nbytes == tensor.untyped_storage().nbytes()
 
 

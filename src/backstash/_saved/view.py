@@ -7,6 +7,8 @@ integers of the same size, since PyTorch has no copy for some dtypes (``uint4``,
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -50,14 +52,15 @@ class StridedRegion:
         self.carrier = _CARRIERS[self.itemsize]
         self.first = int(tensor.storage_offset())
         runs = _runs(tensor)
-        self.extent = 1 + sum((size - 1) * stride for stride, size in runs)
+        self.extent = 1
+        for stride, size in runs:
+            self.extent += (size - 1) * stride
         if _overlap(runs):
             runs = [(1, self.extent)]
-        self.sizes = tuple(size for _, size in reversed(runs))
-        self.strides = tuple(stride for stride, _ in reversed(runs))
-        self.count = 1
-        for size in self.sizes:
-            self.count *= size
+        runs.reverse()
+        self.sizes = tuple([size for _, size in runs])
+        self.strides = tuple([stride for stride, _ in runs])
+        self.count = math.prod(self.sizes)
         # Elements between an aligned address and the first one: a copy must have the same alignment as the
         # view.
         on_cpu = tensor.device.type == "cpu"
@@ -140,6 +143,8 @@ def _overlap(runs: list[tuple[int, int]]) -> bool:
 
 def with_bits_of(tensor: Tensor, raw: Tensor) -> Tensor:
     """Return ``raw`` with the conj and neg bits of ``tensor``."""
+    if not (tensor.is_conj() or tensor.is_neg()):
+        return raw
     return toggle_bits(raw, conj=tensor.is_conj(), neg=tensor.is_neg())
 
 
