@@ -35,6 +35,9 @@ class FakeStream:
     def __init__(self, log, name, current=None):
         self.log, self.name, self.events, self.current = log, name, [], current
 
+    def __ne__(self, other):
+        return other is not None and self is not other  # as torch.Stream
+
     def record_event(self):
         self.events.append(FakeEvent(self.log, self.name))
         self.log.append(("event on", self.name))
