@@ -131,9 +131,10 @@ class Follower:
         larger = self._shape.count(block.nbytes, is_planned=is_planned, is_again=is_again)
         if larger is not None:
             self._begin_larger(*larger)
-        self._recording.note_class(block.cleanup.serial, "")
-        if is_again:
-            self._recording.note_copy(block.cleanup.serial)
+        if self._recording.is_on:
+            self._recording.note_class(block.cleanup.serial, "")
+            if is_again:
+                self._recording.note_copy(block.cleanup.serial)
 
     def may_leave_bytes(self, threads: int, *, is_block: bool = True) -> int:
         """Return how many bytes may be saved without becoming blocks until the next call; -1: none.
@@ -178,7 +179,8 @@ class Follower:
 
     def choose(self, block: Block, tensor: Tensor, modules: Sequence[nn.Module]) -> str:
         """Return the tier that a block moves to at once; ``""`` if it stays, as far as the limit allows."""
-        if block.nbytes > self._largest_bytes and self._keeps_what_fits:
+        is_planned = self.choices is not None and not self._shape.is_larger
+        if not is_planned and self._keeps_what_fits and block.nbytes > self._largest_bytes:
             self._largest_bytes = block.nbytes
             self._guard.hold_back(block.nbytes)
         self._unlooked_bytes -= block.nbytes
@@ -187,7 +189,8 @@ class Follower:
         if self._leaves_alone(self._shape.counted - 1):
             return "recompute" if self._must_recompute(block) else ""
         group = self._class(block.cleanup.module, tensor, block.nbytes, modules)
-        self._recording.note_class(block.cleanup.serial, group)
+        if self._recording.is_on:
+            self._recording.note_class(block.cleanup.serial, group)
         name = self._choose(group)
         if name == "all" and self._tier is None:
             return "recompute"
@@ -262,17 +265,20 @@ class Follower:
         return LEFT
 
     def _choose(self, group: str) -> str:
+        if self.choices is not None and not self._shape.is_larger:
+            return self._choose_planned(self.choices, group)
         if self._keeps_what_fits:
             return "keep"
         if self._shape.is_larger:
             return "all"
-        if self.choices is None:
-            mode = self._first_steps.mode
-            is_moved = mode == "all" or (mode == "half" and self._shape.counted % 2)
-            return "all" if is_moved else "keep"
-        matched = self.choices.matched
-        choice = self.choices.next(group, of_any_size=self._shape.begins_as_known)
-        if choice is not None and self.choices.matched == matched:
+        mode = self._first_steps.mode
+        is_moved = mode == "all" or (mode == "half" and self._shape.counted % 2)
+        return "all" if is_moved else "keep"
+
+    def _choose_planned(self, choices: Choices, group: str) -> str:
+        matched = choices.matched
+        choice = choices.next(group, of_any_size=self._shape.begins_as_known)
+        if choice is not None and choices.matched == matched:
             # Its size differs from the plan's: blocks of such sizes do not get the windows' unused space.
             self._limits.lower_resident(max(self._limits.unplanned, self.plan.resident_bytes))
         if choice is None:
@@ -301,6 +307,8 @@ class Follower:
     def looks_in_backward(self, nbytes: int) -> bool:
         """Read the memory if this step keeps what fits, when backward uses ``nbytes`` of a block. Return
         whether more blocks are in place than may be."""
+        if self.choices is not None and not self._shape.is_larger:
+            return False  # the plan decides
         if not self._keeps_what_fits:
             return False
         self._unlooked_bytes -= nbytes

@@ -70,7 +70,8 @@ class StepShape:
         self._most_saved_bytes = sys.maxsize  # of the blocks of a step that is not larger
         # In this step so far: blocks, those of them whose memory had moved before, and all saves.
         self._saved_bytes = self._again_bytes = self._asked_bytes = 0
-        self._is_seen = True
+        self.is_seen = True
+        """Whether all saves of this step so far were seen: see :meth:`take_rest_as_known`."""
         # Steps in a row that were seen and saved the same, and how much.
         self._steady_steps = self._steady_bytes = 0
         self._known_asked_bytes = self._planned_asked_bytes = self._most_asked_bytes = 0
@@ -86,11 +87,11 @@ class StepShape:
             self.is_larger,
             self._saved_bytes - self._again_bytes,
             # What was not seen is taken to be as much as in the planned step.
-            self._asked_bytes if self._is_seen else max(self._asked_bytes, self._known_asked_bytes),
+            self._asked_bytes if self.is_seen else max(self._asked_bytes, self._known_asked_bytes),
             self._most_asked_bytes,
-            self._is_seen,
+            self.is_seen,
         )
-        self._is_seen = True
+        self.is_seen = True
         if not ended.was_larger and not is_first:
             self._most_asked_bytes = max(self._most_asked_bytes, ended.asked_bytes)
         if ended.was_seen:
@@ -157,15 +158,10 @@ class StepShape:
         """Whether the last 16 steps that were seen saved the same."""
         return self._steady_steps >= _STEADY_STEPS
 
-    @property
-    def is_seen(self) -> bool:
-        """Whether all saves of this step so far were seen: see :meth:`take_rest_as_known`."""
-        return self._is_seen
-
     def take_rest_as_known(self) -> None:
         """Assume that this step saves what the planned step saved: some of its saves are not seen. (Those of a
         later context are: a step may have several.)"""
-        self._is_seen = False
+        self.is_seen = False
 
     def asked_more(self) -> tuple[int, int] | None:
         """Compare as :meth:`count` does, for all saves of this step, if they are an eighth more than in any

@@ -32,7 +32,7 @@ class ClassOf:
 
     def begin_again(self, paths: Iterable[str]) -> None:
         """Restart the numbering of saves below these paths: the modules there run again in this step."""
-        begins = tuple(f"{path}." for path in paths)
+        begins = tuple([f"{path}." for path in paths])
         for where in [each for each in self._ordinals if f"{each[1]}.".startswith(begins)]:
             del self._ordinals[where]
 

@@ -157,7 +157,7 @@ class Prefetcher:
         ahead = self.ahead
         if ahead.nbytes > ahead.window_bytes:
             ahead.shrink(to_bytes=ahead.window_bytes, using=block)
-        makes = self._made.has_derived
+        makes = self._made.has_derived and not self._made.is_off
         if self._tier is None:
             if not makes:
                 return
