@@ -15,7 +15,7 @@ from ._plan.regions import LEFT, ONCE, Stays
 from ._plan.simulate import NO_WINDOWS, simulate
 from ._plan.solution import Solution
 from ._plan.solve import smallest_budget, solve_with_cuts
-from ._plan.table import REGION, left_blocks
+from ._plan.table import REGION, held_blocks, left_blocks
 from ._plan.trace import Trace, TracedRegion
 from ._text import clean, html_table, show_text
 from .errors import UsageError
@@ -478,7 +478,7 @@ def _planned_regions(
                     for at in range(len(flags))
                 ),
                 tuple(
-                    _saved_bytes(trace, of[at]) if flag == LEFT else 0
+                    _left_bytes(trace, of[at], choices) if flag in (LEFT, REGION) else 0
                     for at, flag in enumerate(flags)
                 ),
             )
@@ -486,10 +486,16 @@ def _planned_regions(
     return tuple(sorted(planned, key=lambda each: -each.nbytes))
 
 
-def _saved_bytes(trace: Trace, call: TracedRegion) -> int:
-    """Return the bytes of all that a call saved, also of what was saved before it."""
-    saved = {*call.members, *call.own, *call.inputs, *call.others}
-    return sum(trace.blocks[each].nbytes for each in saved) + call.small_bytes
+def _left_bytes(trace: Trace, call: TracedRegion, choices: Sequence[str]) -> int:
+    """Return the bytes of all that a call holds unmanaged, also of what was saved before it; 0: it is managed.
+
+    ``choices`` are those with :data:`LEFT`.
+    """
+    held = held_blocks(call, choices)
+    if any(choices[each] != LEFT for each in held):
+        return 0
+    held += [*call.inputs, *call.others]
+    return sum(trace.blocks[each].nbytes for each in {*held}) + call.small_bytes
 
 
 def _check_choices(runs: Sequence[tuple[str, int]], whole: int, names: Collection[str]) -> None:

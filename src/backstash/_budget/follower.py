@@ -256,13 +256,19 @@ class Follower:
         self._refused.discard((name, index))
         if self._regions.runs_again(name, index):
             return REGION
-        if self._tier is None or self._regions.left_bytes(name, index) is None:
-            return ONCE
+        return ONCE if self.left_bytes(name, index) is None else LEFT
+
+    def left_bytes(self, name: str, index: int) -> int | None:
+        """Return the bytes that the forward may hold unmanaged; ``None`` if it is managed."""
+        assert self._regions is not None
+        nbytes = self._regions.left_bytes(name, index) if self._tier is not None else None
+        if nbytes is None or self._shape.is_larger or self.choices is None:
+            return None
         # If more is held than planned, even what was to stay may have to move.
         if self._is_over or self._recording.is_shared:
             self._shape.manages_more = True
-            return ONCE
-        return LEFT
+            return None
+        return nbytes
 
     def _choose(self, group: str) -> str:
         if self.choices is not None and not self._shape.is_larger:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from .._core.session import Session
 from .._plan.cuts import CallGraph
 from .._plan.regions import LEFT, ONCE, TRACED, Forward, Regions
+from .._plan.table import REGION
 from .._saved.entry import Entry
 from .._tiers.device_tiers import DeviceTiers
 from .._torch.modules import child_names, module_path, running_modules
@@ -80,7 +81,7 @@ class Planned:
         self.forward: Forward | None = None
         """The record of the forward, or ``None``. A recorded forward is not recomputed."""
         self.left_bytes: int | None = None
-        """The bytes that the forward may save without their being managed; ``None``: they are."""
+        """The bytes that the forward may hold unmanaged; ``None``: it is managed."""
         self.may_try = True
         """Whether the region may replay the forward now, to compare."""
         self._number = -1
@@ -103,8 +104,8 @@ class Planned:
                 self.may_try = self._planner.may_try(self.name)
                 self.stays = frozenset()
                 self._latest = self._session.predictor.blocks - 1
-            if way == LEFT:
-                self.left_bytes = self._regions.left_bytes(self.name, self._index)
+            if way in (LEFT, REGION):
+                self.left_bytes = self._planner.follower.left_bytes(self.name, self._index)
             return way not in (ONCE, LEFT)
 
     def enter(self, inputs: Collection[int], packed: Iterable[object]) -> None:

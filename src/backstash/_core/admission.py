@@ -190,9 +190,9 @@ class Admission:
     def hook_leaving(
         self, thread_state: ThreadState, most_bytes: int
     ) -> Callable[[Tensor], object]:
-        """Like :meth:`hook`, but leave tensors in place, unmanaged, as long as a call saves about as much as it
-        did when it was measured: ``most_bytes``, and an eighth more. From then on its saves are managed."""
-        hook = self.hook(thread_state)
+        """Like :meth:`hook_exact`, but leave tensors in place, unmanaged, as long as a call holds about as much
+        as it did when it was measured: ``most_bytes``, and an eighth more. From then on they are managed."""
+        hook = self.hook_exact(thread_state)
         left_bytes = most_bytes + max(most_bytes // _MORE_LEFT, self._session.min_bytes)
         seen: set[int] = set()
 

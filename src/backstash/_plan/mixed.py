@@ -4,11 +4,12 @@ A region can be recomputed as a whole, or a cut of it, which frees less and take
 come first: of all regions the cuts whose bytes cost the least, then the next ones, and the first regions before
 the last, which backward needs first. With so many of these changes as one likes, the first of the blocks that
 are left move, since their transfers have the most time: as few as the budget allows. Between recomputing
-nothing and everything a few such mixtures are simulated.
+nothing and everything a few such mixtures are simulated, and the first of them in which nothing has to move.
 """
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -48,7 +49,24 @@ def mixed(
     """
     changes = sorted(each for at in range(len(trace.regions)) for each in _upgrades(trace, at))
     ends = {len(changes) * at // count for at in range(count + 1)}
+    ends.add(_fewest_that_fit(trace, budget, names, windows, changes))
     return [_mixture(trace, budget, names, windows, changes[:end]) for end in sorted(ends)]
+
+
+def _fewest_that_fit(
+    trace: Trace,
+    budget: int,
+    names: Sequence[str],
+    windows: Windows,
+    changes: Sequence[_Upgrade],
+) -> int:
+    """Return how many of the changes the budget needs if nothing moves; all of them if they are too few."""
+
+    def fits(end: int) -> bool:
+        problem, start, _ = _start(trace, budget, names, windows, changes[:end])
+        return problem.forecast(start, windows).peak_bytes <= budget
+
+    return bisect.bisect_left(range(len(changes)), True, key=fits)
 
 
 def _upgrades(trace: Trace, at: int) -> list[_Upgrade]:
@@ -72,13 +90,14 @@ def _slope(one: tuple[int, float, int], other: tuple[int, float, int]) -> float:
     return (other[1] - one[1]) / max(1, other[0] - one[0])
 
 
-def _mixture(
+def _start(
     trace: Trace,
     budget: int,
     names: Sequence[str],
     windows: Windows,
     changes: Sequence[_Upgrade],
-) -> tuple[Solution, Search]:
+) -> tuple[Problem, list[str], tuple[int, ...]]:
+    """Return the problem, the choices and the levels with these changes, if nothing moves."""
     of = {each.region: each.level for each in changes}
     levels = tuple(of.get(at, 0) for at in range(len(trace.regions)))
     problem = Problem(trace.cut_at(levels), budget, names, windows)
@@ -86,6 +105,17 @@ def _mixture(
     for at in of:
         for member in problem.regions[at].members:
             start[member] = REGION
+    return problem, start, levels
+
+
+def _mixture(
+    trace: Trace,
+    budget: int,
+    names: Sequence[str],
+    windows: Windows,
+    changes: Sequence[_Upgrade],
+) -> tuple[Solution, Search]:
+    problem, start, levels = _start(trace, budget, names, windows, changes)
     least_bytes = max(each.nbytes for each in trace.blocks) // _LEAST_PART
     moves: dict[int, str] = {}
     for block, name in enumerate(start):

@@ -113,7 +113,7 @@ class Regions:
         self._known: set[str] = set()  # names that occurred in measured steps
         self._stays: dict[tuple[str, int], frozenset[int]] = {}
         self._planned_stays: dict[tuple[str, int], frozenset[int]] = {}
-        # By the forwards whose saves are not managed: the bytes of what they saved when they were measured.
+        # By the forwards that the stash does not manage: the bytes of what they held when they were measured.
         self._left: dict[tuple[str, int], int] = {}
         self._bytes: dict[str, int] = {}
         self._tried: Counter[str] = Counter()
@@ -160,7 +160,7 @@ class Regions:
         return index < len(choices) and choices[index]
 
     def left_bytes(self, name: str, index: int) -> int | None:
-        """If the plan leaves everything in place that this forward saves: the bytes that it saved when it was
+        """If the plan leaves everything in place that this forward holds: the bytes of that when it was
         measured."""
         return self._left.get((name, index))
 
@@ -262,14 +262,14 @@ class Regions:
         Args:
             choices: for each forward of a name, :data:`REGION`, :data:`ONCE` or :data:`LEFT`.
             stays: see :data:`Stays`.
-            left_bytes: for each forward of a name, if it is left, the bytes that it may save.
+            left_bytes: for each forward of a name, if what it holds is not managed, the bytes that it may hold.
         """
         self._choices = {name: [way == REGION for way in each] for name, each in choices.items()}
         self._left = {
             (name, at): nbytes
             for name, each in choices.items()
             for at, (way, nbytes) in enumerate(zip(each, left_bytes.get(name, ()), strict=False))
-            if way == LEFT
+            if way == LEFT or (way == REGION and nbytes)
         }
         self._known.update(choices)
         self._planned_stays = dict(stays)

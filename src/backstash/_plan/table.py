@@ -18,6 +18,7 @@ __all__ = [
     "Table",
     "absent_operands",
     "added_seconds",
+    "held_blocks",
     "left_blocks",
 ]
 
@@ -125,13 +126,17 @@ class Problem:
         return max(ends, default=0)
 
     def taken(self, choices: Sequence[str]) -> list[Option]:
-        """Return the options that these names stand for; all after the last that does not stay are
-        unmanaged."""
+        """Return the options that these names stand for. All after the last that does not stay are unmanaged,
+        and so are those of :func:`left_blocks`; of the inputs of such calls one save is managed, and the others
+        are not."""
         last = self.left_after(choices)
         if last is None:
             last = len(choices)
-        held = [self.option(block, name) for block, name in enumerate(choices[:last])]
-        return held + self.untouched[last:]
+        taken = [self.option(block, name) for block, name in enumerate(choices[:last])]
+        taken += self.untouched[last:]
+        for block in left_blocks(self.trace, choices, with_inputs=True):
+            taken[block] = self.untouched[block]
+        return taken
 
     def running_again(self, choices: Sequence[str]) -> list[int]:
         """Return the regions that these choices recompute."""
@@ -161,24 +166,34 @@ def absent_operands(regions: Sequence[TracedRegion], again: Collection[int]) -> 
     return absent - present
 
 
-def left_blocks(trace: Trace, choices: Sequence[str]) -> set[int]:
-    """Return the blocks of the calls that need no managing: whatever these save or read stays in place, and
-    nothing outside them saves what they save first. There are none if no call is recomputed, since no hook
-    then sees where a call begins.
+def left_blocks(trace: Trace, choices: Sequence[str], *, with_inputs: bool = False) -> set[int]:
+    """Return the blocks of the calls that need no managing: all that these hold or read stays in place, and
+    nothing outside them saves what they save first. Of a call that is recomputed, these are what its replay
+    reads and what it does not discard. There are none if no call is recomputed, since no hook then sees where a
+    call begins.
 
     Args:
-        trace: of the step, without cuts.
+        trace: of the step.
         choices: for each block.
+        with_inputs: whether to return the inputs of these calls, too.
     """
     found = set[int]()
     if REGION not in choices:
         return found
     for each in trace.regions:
+        held = held_blocks(each, choices)
         if each.is_closed and all(
-            choices[at] == "keep" for at in (*each.members, *each.own, *each.inputs, *each.others)
+            choices[at] == "keep" for at in (*held, *each.inputs, *each.others)
         ):
-            found.update(each.members, each.own)
+            found.update(held, each.inputs if with_inputs else ())
     return found
+
+
+def held_blocks(call: TracedRegion, choices: Sequence[str]) -> list[int]:
+    """Return the blocks that a call has with these choices and that nothing outside it has before."""
+    members = (*call.members, *call.held)
+    held = [*call.own, *(at for at in members if choices[at] != REGION)]
+    return held + [*call.operands] * any(choices[at] == REGION for at in members)
 
 
 def added_seconds(now: Option, then: Option, link_seconds: float) -> float:

@@ -112,6 +112,9 @@ class TracedRegion:
     """Further blocks that it saves, which were saved before."""
     is_closed: bool = False
     """Whether nothing outside it saves what it saves first."""
+    held: tuple[int, ...] = ()
+    """The blocks that are members if all of it is recomputed, and that this part of it holds; see
+    :meth:`cut_at`."""
 
     def cut_at(self, level: int) -> TracedRegion:
         """Return this call with only a part of it recomputed: that of the cut ``level`` - 1, or the last one.
@@ -127,6 +130,7 @@ class TracedRegion:
             inputs=cut.inputs,
             cuts=(),
             stays=cut.stays,
+            held=tuple(sorted({*self.members}.difference(cut.members))),
         )
 
 

@@ -104,6 +104,9 @@ class Call:
         self._pack_smaller = (
             region.admission.hook_packing(thread_state) if planned is None else self._pack_exact
         )
+        if planned is not None and planned.left_bytes is not None:
+            leaving = region.admission.hook_leaving(thread_state, planned.left_bytes)
+            self._pack = self._pack_exact = self._pack_smaller = leaving
         self._task = task_or_none()
         self._count = 0
         self._held: list[weakref.ref[Held]] = []
