@@ -161,7 +161,7 @@ def test_the_docs_have_the_number_of_calls(tmp_path):
 def test_the_ways_pass_their_named_stops_in_order(tmp_path):
     downs, ups = routes(str(tmp_path))
     down = (
-        "_pack_large",
+        "_pack_untaped",
         "_identify",
         "ResidentSet.admit",
         "_send",

@@ -13,8 +13,8 @@ from backstash._budget.solving import Solving
 from backstash._plan.choices import Choices
 from backstash._plan.simulate import Windows
 from backstash._plan.solve import follow, whole_calls
-from backstash._plan.table import REGION, left_blocks
-from backstash._plan.trace import Links, Moment, Option, Trace, TracedBlock, TracedRegion
+from backstash._plan.table import REGION, Problem, left_blocks
+from backstash._plan.trace import Links, Moment, Option, RegionCut, Trace, TracedBlock, TracedRegion
 from backstash.errors import InplaceError
 from counted_memory import MIB, OTHER, CountedMemory
 
@@ -165,6 +165,52 @@ def test_a_left_call_that_saves_much_more_inside_keeps_the_budget(memory, tmp_pa
     stash.close()
 
 
+class Noisy(Layer):
+    """Reads noise, which no replay computes: a call that is recomputed holds it."""
+
+    def forward(self, x):
+        self.seen = torch.rand_like(x)
+        return torch.erf(torch.erf(x * self.scale * self.seen) * 1.5) + x
+
+
+def noisy_step(net, stash):
+    torch.manual_seed(5)
+    return step(net, stash)
+
+
+def test_what_a_recomputed_call_holds_is_left_if_all_of_it_stays(memory, tmp_path):
+    net = nn.Sequential(*(Noisy() for _ in range(LAYERS)))
+    stash = memory(budget=OTHER + SAVED - 8 * MIB, disk=tmp_path)
+    stash.recompute(*net)
+    true = noisy_step(net, Stash())
+    for _ in range(14):
+        memory.peaks[0] = 0
+        assert all(map(torch.equal, noisy_step(net, stash), true))
+        _ = stash.plan
+    plan = stash.plan
+    again = [at for at, way in enumerate(ways(plan)) if way == "region"]
+    assert plan.state == "planned" and again
+    (planned,) = plan.regions
+    assert all(planned.left_bytes[at] >= MIB for at in again), "its noise, at least"
+    before, eligible = stash._session.counts().fitting_saves, stash.stats().eligible_bytes
+    memory.peaks[0] = 0
+    assert all(map(torch.equal, noisy_step(net, stash), true))
+    assert memory.peaks[0] <= plan.budget_bytes
+    assert stash._session.counts().fitting_saves - before >= len(again)
+    blocks = (stash.stats().eligible_bytes - eligible) // MIB
+    assert blocks == sum(
+        n for each in plan.classes for name, n in each.choices if name not in ("left", "region")
+    )
+    torch.manual_seed(5)
+    loss = forward(net, stash)
+    net[again[0]].seen.add_(1)
+    with pytest.raises(InplaceError):
+        loss.backward()
+    del loss
+    assert all(map(torch.equal, noisy_step(net, stash), true))
+    stash.close()
+
+
 def test_a_loaded_plan_leaves_the_same_calls(memory, tmp_path):
     net = nn.Sequential(*(Layer() for _ in range(LAYERS)))
     stash, true = settled(memory, tmp_path, net)
@@ -211,6 +257,36 @@ def test_which_blocks_are_left():
     assert left_blocks(trace, ["disk", *choices[1:]]) == {7, 8, 9}, "it saves what moves, too"
     assert left_blocks(trace, [*choices[:9], "disk", *choices[10:]]) == {4, 5}, "of its own"
     assert Trace.from_dict(trace.as_dict()) == trace
+
+
+def test_which_blocks_of_recomputed_calls_are_left():
+    """What a replay reads, and what is held of a call of which a part is recomputed."""
+    trace = trace_of_calls()
+    choices = [REGION if at in (1, 2) else "keep" for at in range(12)]
+    first, *others = trace.regions
+    reads = replace(first, operands=(11,), own=(10,))
+    trace = replace(trace, regions=(reads, *others[:2]))
+    assert left_blocks(trace, choices) == {4, 5, 7, 8, 10, 11}
+    assert left_blocks(trace, choices, with_inputs=True) == {0, 3, 4, 5, 6, 7, 8, 10, 11}
+    assert left_blocks(trace, [*choices[:10], "disk", "keep"]) == {4, 5, 7, 8}, "of its own"
+    assert left_blocks(trace, [*choices[:11], "disk"]) == {4, 5, 7, 8}, "what it reads"
+    part = [*choices[:2], "keep", *choices[3:]]
+    assert left_blocks(trace, part) == {2, 4, 5, 7, 8, 10, 11}
+    cut = replace(first, cuts=(RegionCut((1,), (7,), 0.5, (0, 2)),)).cut_at(1)
+    assert cut.held == (2,) and cut.members == (1,)
+    trace = replace(trace, regions=(cut, *others[:2]))
+    assert left_blocks(trace, part) == {2, 4, 5, 7, 8}
+    assert left_blocks(trace, [*part[:2], "disk", *part[3:]]) == {4, 5, 7, 8}
+    assert Trace.from_dict(trace.as_dict()) == trace
+    costs = [Option(MIB, 0.25) for _ in range(12)]
+    blocks = tuple(
+        replace(each, options={**each.options, "keep": cost})
+        for each, cost in zip(trace.blocks, costs, strict=True)
+    )
+    problem = Problem(replace(trace, blocks=blocks), 0, ["keep", "disk", REGION])
+    taken = problem.taken([*part[:10], "disk", "keep"])
+    free = [at for at, each in enumerate(taken) if not each.save_seconds]
+    assert free == [0, 1, 2, 3, 4, 5, 6, 7, 8, 11], "the last is after all that moves"
 
 
 def test_as_few_whole_calls_as_the_budget_allows():

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from backstash._plan.mixed import mixed
 from backstash._plan.simulate import Windows
 from backstash._plan.solve import solve, solve_with_cuts
 from backstash._plan.table import REGION, Problem, absent_operands
@@ -63,6 +64,15 @@ def test_the_cheapest_bytes_of_all_calls_come_first():
         assert seconds[-1] == pytest.approx(1.1 * whole + 0.1 * part)
     wholes = solve(trace, (2 * CALLS - 9) * MIB, allowed=NAMES)
     assert seconds[3] < wholes.forecast.step_seconds - trace.compute_seconds
+
+
+def test_no_more_is_recomputed_than_the_budget_needs():
+    """Also of many calls, of which only some numbers of changes are tried otherwise."""
+    trace = trace_of_calls(rate=1e-3)
+    for gone in range(1, CALLS + 1):
+        tried = mixed(trace, (2 * CALLS - gone) * MIB, NAMES, Windows(0, 0), 1)
+        parts = [sum(recomputed(trace, one)) for one, _ in tried if one.fits]
+        assert gone in parts, (gone, parts)
 
 
 def test_what_transfers_hide_is_moved_and_not_recomputed():

@@ -266,7 +266,14 @@ class Trace:
         members = [
             at
             for each in self.regions
-            for at in (*each.members, *each.inputs, *each.operands, *each.own, *each.others)
+            for at in (
+                *each.members,
+                *each.inputs,
+                *each.operands,
+                *each.own,
+                *each.others,
+                *each.held,
+            )
         ]
         cuts = [cut for each in self.regions for cut in each.cuts]
         members += [at for each in cuts for at in (*each.members, *each.inputs)]
@@ -320,6 +327,7 @@ class Trace:
                             "operands": tuple(each.get("operands", ())),
                             "own": tuple(each.get("own", ())),
                             "others": tuple(each.get("others", ())),
+                            "held": tuple(each.get("held", ())),
                         }
                     )
                     for each in values.get("regions", ())
