@@ -314,6 +314,8 @@ def test_a_call_that_saves_more_than_was_measured_is_managed_from_then_on():
     first, second, third = (torch.zeros(KIB) for _ in range(3))
     for each in (first, second[: KIB // 2], second[KIB // 2 :], first):  # 8 KiB, whatever views
         leave(each)
+    weight = torch.nn.Parameter(torch.zeros(64, KIB))
+    assert is_alias(leave(weight.t()), weight), "it is no part of what the call holds"
     assert around.thread_state.fitting_saves == 4
     assert type(leave(third)) is Entry
     assert type(leave(torch.zeros(KIB))) is Entry

@@ -198,8 +198,9 @@ class Admission:
 
         def pack(tensor: Tensor) -> object:
             nonlocal left_bytes
-            if tensor.is_leaf and tensor.requires_grad and not self.closed:
-                kept = self.keep_parameter(tensor, thread_state)
+            base = tensor._base
+            if tensor.is_leaf or (base is not None and (base.is_leaf or type(base) is not Tensor)):
+                kept = None if self.closed else self.keep_parameter(tensor, thread_state)
                 if kept is not None:
                     return kept
             if type(tensor) is not Tensor or left_bytes < 0:
