@@ -617,7 +617,7 @@ def recomputed(place: Place) -> None:
         loss = F.gelu(y).square().sum()
     before = stash.stats().recomputed_bytes
     assert before > 0
-    torch.accelerator.synchronize()  # a copy of it may have begun: that reads what was saved
+    place.synchronize()  # a copy of it may have begun: that reads what was saved
     y.data.add_(1)
     try:
         loss.backward()
