@@ -35,7 +35,7 @@ from interleaved import Checkpoint, Recompute, Way, Work, turn
 
 GiB, MiB = 2**30, 2**20
 MODELS = ("gpt", "llama", "resnet152")
-STEPS, TIMED = 24, 7  # that a plan may take until it has settled, and after that
+STEPS, TIMED = 48, 7  # that a plan may take until it has settled, and after that
 # Of device.cpp: bytes per second of its memory and its link, operations per second of products and attention.
 MEMORY, LINK, PRODUCTS, ATTENTION = 2.6e12, 55e9, 680e12, 350e12
 TOKENS, WIDTH, LENGTH = 8192, 2048, 2048
