@@ -169,3 +169,27 @@ def test_what_is_left_in_place_counts_as_memory_once():
     assert device.left_bytes == 0, "as where autograd frees it"
     del block
     stash.close()
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_saved_tensor_whose_memory_the_program_frees_for_a_while_stays(at_once):
+    """As Megatron-Core's ``CheckpointWithoutOutput`` does: its output comes back before it is used."""
+    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    stash = stash_on(CountedDevice(), host="64MiB", min_bytes=0)
+
+    def bring_back():
+        y.untyped_storage().resize_(4 * 64 * 64)
+        y.untyped_storage().copy_(kept.untyped_storage())
+
+    with stash:
+        y = x + 1
+        z = y.erf().sum()
+        kept = y.detach().clone()
+        y.untyped_storage().resize_(0)
+        if at_once:
+            bring_back()
+    if not at_once:
+        bring_back()
+    (found,) = torch.autograd.grad(z, x)
+    assert torch.equal(found, torch.autograd.grad((x + 1).erf().sum(), x)[0])
+    stash.close()

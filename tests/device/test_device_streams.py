@@ -683,6 +683,24 @@ def test_a_copy_that_dies_while_it_waits_frees_its_memory_with_its_group(played)
     assert alive() is None and completion.ended()
 
 
+@pytest.mark.parametrize("later", [0, 128])
+def test_a_source_that_was_resized_while_it_waited_is_not_copied(played, later):
+    """The others of its group are. Resizing raises no version."""
+    device, _, compute, _ = played
+    device.group_bytes = 1 << 20
+    targets = [bytes_of(0) for _ in range(3)]
+    sources = [bytes_of(at + 1) for at in range(3)]
+    copies = [
+        device.down(source, target, compute)
+        for source, target in zip(sources, targets, strict=True)
+    ]
+    sources[1].untyped_storage().resize_(later)
+    device.begin()
+    assert [copy.was_skipped for copy in copies] == [False, True, False]
+    assert [int(target[0]) for target in targets] == [1, 0, 3]
+    assert device.up(targets[0], copies[0].completion).was_skipped is False
+
+
 def test_copies_do_not_block(played, monkeypatch):
     device, _, compute, _ = played
     asked, copies = [], torch.Tensor.copy_

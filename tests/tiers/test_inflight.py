@@ -246,6 +246,16 @@ def test_a_block_whose_memory_has_moved_stays_whatever_was_written(error):
     assert block.placement.alias is not None and window.targets == []
 
 
+def test_a_block_whose_copy_was_skipped_stays():
+    """Its memory was another one when the copy began, and may be the first one again."""
+    thread_state, window = ThreadState(), Window()
+    block, copy = block_of(thread_state), Played()
+    window.add(block, copy)
+    copy.is_done = copy.was_skipped = True
+    window.inflight.complete(thread_state)
+    assert window.returned == [block] and window.broke == window.lost == []
+
+
 def test_a_segment_whose_write_failed_keeps_its_bytes():
     thread_state, window = ThreadState(), Window()
     segment = segment_of()

@@ -221,6 +221,8 @@ class Accelerator(Device):
                 self._come_after(lane, group)
             with stream:  # makes the stream current
                 for copy in group.copies:
+                    if copy.has_moved:
+                        copy.was_skipped, copy.source = True, None
                     if (source := copy.source) is not None:
                         with (
                             _NOTHING

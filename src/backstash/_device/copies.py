@@ -7,7 +7,9 @@ until one of them is needed. Then they all begin, with one event before and one 
 
 A group owns its copies until it begins, and with them their sources and targets. A group has begun when it has
 its event. If an interrupt comes before that, the next call begins its copies again. The stash compares the
-version of a source after the event, so it does not use bytes that the second copy may have found changed.
+version of a source after the event, so it does not use bytes that the second copy may have found changed. A
+source whose storage the program has resized meanwhile, which raises no version, is not copied: its block stays
+in place.
 
 TransformerEngine and Megatron-Core also use one event for all tensors of a layer.
 """
@@ -140,12 +142,24 @@ class StreamCopy(Copy):
     """
 
     __slots__ = (
-        "__del__", "_device", "_is_safe", "_owner", "after", "completion", "memory", "mine", "source",
+        "__del__",
+        "_device",
+        "_is_safe",
+        "_owner",
+        "address",
+        "after",
+        "completion",
+        "memory",
+        "mine",
+        "source",
+        "was_skipped",
     )  # fmt: skip
     __del__: Callable[[], Any]  # filled with a C function: see _runtime/reclaim
     completion: GroupEnd
     kind: str
     """The kind of its time: see :attr:`Device.on_time`."""
+    has_moved = False
+    """Whether the source is no longer what was to be copied."""
 
     def __init__(
         self, device: Driver, group: GroupEnd, mine: Tensor, source: Tensor, memory: Tensor
@@ -155,6 +169,8 @@ class StreamCopy(Copy):
         self.source: Tensor | None = source  # until it has begun
         self.after: GroupEnd | None = None  # what must have filled the source, until it has begun
         self.completion = group
+        self.address = mine.untyped_storage().data_ptr()
+        self.was_skipped = False  # see Transfer.was_skipped
         self._device = device
         self._owner = group.owner  # the stream that owns the device memory
         self._is_safe = False  # whether the device memory may be freed
@@ -197,6 +213,12 @@ class CopyDown(StreamCopy):
 
     __slots__ = ()
     kind = "write"
+
+    @property
+    def has_moved(self) -> bool:  # type: ignore[override]
+        """Whether the program has resized the storage of the source, so that it may hold other bytes."""
+        storage = self.mine.untyped_storage()
+        return storage.data_ptr() != self.address or storage.nbytes() != self.mine.nbytes
 
     def _notify_allocator(self, stream: Any) -> None:
         if not self.ended():

@@ -23,6 +23,9 @@ class Transfer(ABC):
     """Whether transfers of this kind end in the order in which they began, as the copies of one stream do."""
     error: BaseException | None
     """The error, if it has ended and failed. A device's copy does not fail once it has begun."""
+    was_skipped = False
+    """Whether it copied nothing, since its source was resized before it began. Read it once the transfer is
+    done."""
 
     @abstractmethod
     def done(self) -> bool:

@@ -92,13 +92,13 @@ class HostWriteback:
         disk, left = self.disk, backing.cleanup
         if disk is None or self._has_failed or left.buffer is None:
             return False
+        assert left.written is not None
+        left.written.begin()  # a worker waits for it
         try:
             slot = disk.reserve(backing.nbytes)
         except StashIOError as error:
             self.refusal = f", and {error.strerror}"
             return False
-        assert left.written is not None
-        left.written.begin()  # a worker waits for it
         work = Work(_write_down, left.written, disk, slot, left.buffer.memory)
         left.work, left.slot = work, slot
         self._begin_work(work)

@@ -70,7 +70,7 @@ class _BlockWrite(_InflightWrite):
         self, target: Block, transfer: Transfer, resident: ResidentSet, health: TierHealth
     ) -> None:
         failure = transfer.error
-        if target.has_moved:  # then the written bytes do not matter
+        if target.has_moved or transfer.was_skipped:  # then the written bytes do not matter
             resident.take_back(target)
         elif failure is not None:
             resident.take_back(target)
