@@ -779,7 +779,8 @@ def test_where_steps_take_turns_the_largest_of_the_first_is_planned_for(memory, 
                 break
     trace = stash.plan.trace
     assert trace is not None and sum(block.nbytes for block in trace.blocks) == SAVED
-    assert stash.plan.plain.peak_bytes >= OTHER + SAVED
+    # A thread that samples may count a block before or after its memory.
+    assert stash.plan.plain.peak_bytes >= OTHER + SAVED - MIB
     for full, half in stash._planner._first_steps.alike():
         assert full.saved_bytes == half.saved_bytes == SAVED, "costs are told by like steps"
     stash.close()
