@@ -536,7 +536,7 @@ def test_an_interrupt_after_a_copy_began_has_it_begun_again(played, monkeypatch,
     log.clear()
     device.finish()
     assert log.count(("event on", way)) == 1 and ("the host waits for", way) in log
-    assert seen[way == "up"]() is None, "the host's end is its caller's, who has let go of it"
+    assert seen[way == "up"]() is None, "the caller owns the host's end, and has freed it"
     device.sweep()
     assert [each() for each in seen] == [None, None]
     log.clear()
