@@ -621,6 +621,43 @@ def test_an_operand_that_is_written_in_the_forward_is_copied():
     assert stash.stats().recomputed_bytes > 0
 
 
+@pytest.mark.parametrize("size", [2, 200])
+@pytest.mark.parametrize("where", ["module", "context"])
+def test_what_depends_on_a_tensor_of_inference_mode_is_held(where, size):
+    """PyTorch counts no changes of such a tensor, and does not save it."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(size, size)
+            with torch.inference_mode():
+                self.shift = torch.randn(size, size)
+                self.noise = torch.rand(size, size)
+
+        def forward(self, x):
+            x = self.linear(x).sin() * 2
+            return F.gelu(x + self.shift).exp() + self.noise
+
+    net, x = Net(), torch.randn(size, size, requires_grad=True)
+    expected = torch.autograd.grad(net(x).sum(), [x, *net.parameters()])
+    options = {"policy": lambda saved: Action("recompute")} if where == "context" else {}
+    with stash_of(**options) as stash:
+        if where == "module":
+            stash.recompute(net)
+        for _ in range(3):
+            loss = net(x).sum()
+            with torch.inference_mode():
+                shift = net.shift.clone()
+                net.shift.add_(1)
+            found = torch.autograd.grad(loss, [x, *net.parameters()])
+            with torch.inference_mode():
+                net.shift.copy_(shift)
+            assert are_same(found, expected)
+    if where == "module" and size > 2:
+        assert "made in inference mode" in str(stash.stats())
+        assert stash.stats().recomputed_bytes > 0, "what does not depend on it"
+
+
 def test_an_interrupt_in_a_replay_leaves_a_graph_that_works(monkeypatch):
     net, x = net_of("resnet", count=1)
     stash = stash_of(disk=True)

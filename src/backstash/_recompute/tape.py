@@ -86,6 +86,7 @@ __all__ = [
 
 _UNSAVED = "it depends on a tensor that PyTorch does not save and that programs may change"
 _CHANGED = "its input was changed in place"
+_INFERENCE = "it depends on a tensor made in inference mode, whose changes PyTorch does not count"
 UNSEEN = "the operation that computed it was not recorded"
 _SUBCLASS = "a tensor subclass computed it"
 _IN_FUNCTION = "an autograd.Function computed it"
@@ -642,10 +643,12 @@ class Tape(SilentMode):
             if tensor is None or (each.kind[0] and self.state_of(tensor) is None):
                 return _CHANGED  # perhaps by another thread
             # The program may write a buffer before backward; that is no error if autograd did not save it.
-            if each.is_random:
+            if each.is_random and not tensor.is_inference():
                 continue
             if not tensor.requires_grad and is_small(tensor):
                 copies.add(each)
+            elif tensor.is_inference():
+                return _INFERENCE
             elif saved is not None and (
                 (storage_identity(tensor.untyped_storage()), tensor._version) not in saved
             ):
