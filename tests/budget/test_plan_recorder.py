@@ -20,6 +20,7 @@ from backstash._budget.shape import StepShape
 from backstash._plan.cuts import CallGraph, CallOperation
 from backstash._plan.regions import Forward
 from backstash._plan.trace import Links, Moment, Option, Trace, TracedRegion
+from backstash.plan import StepFigures
 
 MIB = 1 << 20
 LINKS = Links(1e9, 1e9)
@@ -431,14 +432,19 @@ def test_a_step_is_measured_again_after_three_that_are_off_and_then_more_rarely(
 def test_measured_again_steps_are_off_what_was_found_then():
     of = Corrections()
     of.exceed(100, 1.2)
-    found = [of.time(1.2) or of.is_off(1.2, 1.0) for _ in range(3)]
-    assert found == [True] * 3 and not of.time(9.0)
+    found = [of.time(StepFigures(0, 1.2)) or of.is_off(1.2, 1.0) for _ in range(3)]
+    assert found == [True] * 3 and not of.time(StepFigures(0, 9.0))
     assert of.measured == (100, 1.2)
     assert [of.is_off(1.2, 1.0) for _ in range(3)] == [False, False, True]
     of.begin(again=True)
     of.exceed(100, 2.0)
     assert of.measured == (100, 2.0)
-    assert [of.time(each) for each in (1.2, 1.3, 1.2, 1.2)] == [True, True, True, False]
+    assert [of.time(StepFigures(0, each)) for each in (1.2, 1.3, 1.2, 1.2)] == [
+        True,
+        True,
+        True,
+        False,
+    ]
     assert of.measured == (100, 1.2), "by steps that are not measured block by block"
     assert not any(of.is_off(1.2, 1.0) for _ in range(50))
     found = [of.is_off(1.5, 1.0) for _ in range(3)]
@@ -449,8 +455,36 @@ def test_steps_that_take_less_than_predicted_are_not_measured_again():
     """Their plan is no worse for it; one that takes longer than they did is off."""
     of = Corrections()
     of.exceed(100, 2.0)
-    assert not any([of.time(1.2), of.is_off(1.2, 2.0)][1] for _ in range(50))
+    assert not any([of.time(StepFigures(0, 1.2)), of.is_off(1.2, 2.0)][1] for _ in range(50))
     assert [of.is_off(1.5, 2.0) for _ in range(3)] == [False, False, True]
+
+
+def test_a_plan_is_timed_without_recording_its_steps():
+    """The first of them still has transfers from before. Until two are alike, none counts."""
+    of = Corrections()
+    of.begin_timing()
+    assert of.begins_timing and of.measured is None
+    found = []
+    for each in range(5):
+        found.append(of.time(StepFigures(100 - each, 9.0 - each)))
+        assert each > 2 or not any(of.is_off(2.0, 1.0) for _ in range(9)), "it is timed anyway"
+    assert found == [False, True, True, True, False]
+    assert of.is_timed and not of.begins_timing and of.measured == (99, 7.0)
+    assert not any(of.unlike() for _ in range(50)), "they count from now on"
+    of.begin_timing()
+    assert [of.unlike() for _ in range(12)] == [False] * 11 + [True]
+    of.begin()
+    assert not of.begins_timing and not of.time(StepFigures(1, 1.0))
+    assert not any(of.unlike() for _ in range(50))
+
+
+def test_a_plan_that_was_timed_before_is_not_measured_again():
+    of = Corrections()
+    of.take_as_known(StepFigures(100, 2.0))
+    assert of.is_timed and of.measured == (100, 2.0)
+    assert not of.time(StepFigures(200, 9.0))
+    assert not any(of.is_off(2.1, 3.0) for _ in range(20)), "compared with its own steps"
+    assert [of.is_off(2.5, 3.0) for _ in range(3)] == [False, False, True]
 
 
 def test_bytes_that_move_at_another_rate_than_they_did_are_planned_for():

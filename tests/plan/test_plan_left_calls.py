@@ -9,6 +9,8 @@ from torch import nn
 import backstash._budget.first_steps
 import backstash._budget.planner
 from backstash import Stash
+from backstash._budget.recording import StepRecording
+from backstash._budget.shape import EndedStep, StepShape
 from backstash._budget.solving import Solving
 from backstash._plan.choices import Choices
 from backstash._plan.simulate import Windows
@@ -16,6 +18,8 @@ from backstash._plan.solve import follow, whole_calls
 from backstash._plan.table import REGION, Problem, left_blocks
 from backstash._plan.trace import Links, Moment, Option, RegionCut, Trace, TracedBlock, TracedRegion
 from backstash.errors import InplaceError
+from backstash.plan import StepFigures
+from backstash.testing import CountedDevice, stash_on
 from counted_memory import MIB, OTHER, CountedMemory
 
 LAYERS = 8
@@ -320,27 +324,50 @@ def test_the_plan_whose_steps_took_the_least_time_is_followed_again():
     trace = trace_of_calls()
     first, second = ("keep",) * 12, ("disk", *["keep"] * 11)
     solving = solving_of(first, trace)
-    solving.timed(1.0)
+    solving.timed(StepFigures(0, 1.0))
     assert not solving.is_new
     solving.found = trace, replace(solving.taken[1], choices=second), 1
     solving.take()
-    solving.timed(1.04)
+    solving.timed(StepFigures(0, 1.04))
     assert not solving.is_new, "that much is noise"
-    solving.timed(1.2)
+    solving.timed(StepFigures(0, 1.2))
     assert solving.is_new and solving.found[1].choices == first
+    assert solving.measured is None, "the steps of the second are still those that are followed"
     solving.take()
-    solving.timed(2.0)
+    assert solving.measured == StepFigures(0, 1.0)
+    solving.timed(StepFigures(0, 2.0))
     assert not solving.is_new, "the other one was left for good"
+    trace, solution, smallest = solving.taken
+    solving.found = trace, replace(solution, windows=Windows(MIB, MIB)), smallest
+    solving.take()
+    assert solving.measured is None, "other windows take another time"
+
+
+def test_what_was_timed_is_forgotten_once_the_trace_changed():
+    trace = trace_of_calls()
+    solving = solving_of(("keep",) * 12, trace)
+    solving.timed(StepFigures(0, 1.0))
+    budget = 1 << 40
+    solving.begin(trace, budget, allowed=["keep", "disk"])
+    solving.wait()
+    solving.found = (solving.found[0], solving.taken[1], 1)
+    solving.take()
+    assert solving.measured is not None
+    solving.begin(replace(trace, links=Links(1.0, 1.0)), budget, allowed=["keep", "disk"])
+    solving.wait()
+    solving.found = (solving.found[0], solving.taken[1], 1)
+    solving.take()
+    assert solving.measured is None
 
 
 def test_a_plan_that_exceeded_the_budget_is_not_followed_again():
     trace = trace_of_calls()
     solving = solving_of(("keep",) * 12, trace)
-    solving.timed(1.0)
+    solving.timed(StepFigures(0, 1.0))
     solving.give_up(("keep",) * 12)
     solving.found = trace, replace(solving.taken[1], choices=("disk", *["keep"] * 11)), 1
     solving.take()
-    solving.timed(2.0)
+    solving.timed(StepFigures(0, 2.0))
     assert not solving.is_new
 
 
@@ -348,7 +375,7 @@ def test_a_plan_that_exceeded_the_budget_is_not_followed_again():
 def test_whole_calls_are_tried_once_unless_they_are_predicted_to_take_long(seconds):
     trace = trace_of_calls(seconds)
     solving = solving_of(("disk",) * 3 + ("keep",) * 9, trace)
-    solving.timed(1.0)
+    solving.timed(StepFigures(0, 1.0))
     budget = follow(
         trace, (REGION,) * 12, Windows(0, 0), allowed=["keep", "disk", REGION]
     ).forecast.peak_bytes
@@ -374,13 +401,71 @@ def test_a_plan_that_was_tried_stays_only_if_it_is_faster():
     before = ("disk",) * 3 + ("keep",) * 9
     for seconds in (0.99, 1.01):
         solving = solving_of(before, trace)
-        solving.timed(1.0)
+        solving.timed(StepFigures(0, 1.0))
         whole = follow(trace, (REGION,) * 12, Windows(0, 0), allowed=["keep", "disk", REGION])
         assert solving.try_whole_calls(whole.forecast.peak_bytes + 8 * MIB)
         solving.take()
-        solving.timed(seconds)
+        solving.timed(StepFigures(0, seconds))
         assert solving.is_new is (seconds > 1)
         assert (solving.found[1].choices == before) is (seconds > 1)
+
+
+@pytest.mark.parametrize("are_alike", [True, False])
+def test_steps_are_not_recorded_of_a_plan_that_is_tried_or_was_timed(monkeypatch, are_alike):
+    """On an accelerator; its allocator knows the peak. A plan of whose steps no two are alike is tried for a
+    few."""
+    monkeypatch.setattr("backstash._budget.solving._TRIED", 100.0)
+    is_on, times = [], iter([1e-6, 2e-6])
+    timed, try_whole_calls = Solving.timed, Solving.try_whole_calls
+
+    def time(self, measured):
+        timed(self, replace(measured, step_seconds=next(times)))
+
+    monkeypatch.setattr(Solving, "timed", time)
+    tries = []
+    monkeypatch.setattr(
+        Solving, "try_whole_calls", lambda *args: tries.append(try_whole_calls(*args)) or tries[-1]
+    )
+    for name in ("start", "stop"):
+        change = getattr(StepRecording, name)
+
+        def noted(self, change=change):
+            change(self)
+            is_on.append(self.is_on)
+
+        monkeypatch.setattr(StepRecording, name, noted)
+    follow_step = StepShape.follow
+
+    def follows_another(self, *args):
+        """A plan that is tried counts other saves than the plan before."""
+        follow_step(self, *args)
+        if tries:
+            self.note_alike(EndedStep(False, 0, 1, 1, True))
+
+    monkeypatch.setattr(StepShape, "follow", follows_another)
+    is_alike = StepShape.is_alike
+    monkeypatch.setattr(
+        StepShape,
+        "is_alike",
+        lambda self, *args, **kwargs: (are_alike or not tries) and is_alike(self, *args, **kwargs),
+    )
+    torch.manual_seed(0)
+    net = nn.Sequential(*(Layer() for _ in range(LAYERS)))
+    stash = stash_on(CountedDevice(), budget=SAVED * 6 // 10, min_bytes=0, host="1GiB")
+    stash.recompute(*list(net)[:-2])  # the last calls are unmanaged
+    true, plans = step(net, Stash()), []
+    for _ in range(80):
+        is_on.clear()
+        assert all(map(torch.equal, step(net, stash), true))
+        plans.append(stash.plan)
+        if tries and is_on:
+            assert not is_on[-1], "of the plan that was tried, or of the one before"
+            if plans[-1].measured is not None:
+                break
+    assert next(times, None) == (None if are_alike else 2e-6), "whether both plans were timed"
+    assert tries == [True] and plans[-1].measured.step_seconds == 1e-6
+    assert plans[-1].plain.step_seconds < 1e-6, "no more than a step under the plan"
+    stash.close()
 
 
 def test_the_blocks_of_left_calls_have_no_choice():

@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from .._plan.trace import Trace
+from ..plan import StepFigures
 from .record import StepRecord, links_of, typical
 
 __all__ = ["Corrections"]
@@ -59,7 +60,7 @@ class Corrections:
             StepRecord
         ] = []  # records of these steps, if measured again for their time
         self._computing: list[float] = []  # computing seconds of those like the plan's step
-        self._is_again = False
+        self._is_again = self._is_only_timed = False
         self._off_steps = self._wait_steps = 0
         self._replans = 0  # for the peaks of steps of one shape
         self._timed_again = 0  # how often steps were measured again for their time
@@ -96,7 +97,29 @@ class Corrections:
         self._followed_steps = self._unseen_bytes = self._least_bytes = 0
         self._avoided_bytes = 0
         self.forget_followed()
-        self._is_again = again
+        self._is_again, self._is_only_timed = again, False
+
+    def begin_timing(self) -> None:
+        """Begin to time steps under a plan without recording them: the device's allocator knows their peak."""
+        self.begin()
+        self._is_only_timed = True
+
+    @property
+    def begins_timing(self) -> bool:
+        """Whether no step was timed since :meth:`begin_timing`. Which steps are alike is not known yet."""
+        return self._is_only_timed and not self._figures
+
+    def unlike(self) -> bool:
+        """Add a step unlike the plan's that was not recorded. Return whether to stop timing, since no two steps
+        are alike."""
+        self._followed_steps += 1
+        return self.begins_timing and self._followed_steps >= _MOST_FOLLOWED
+
+    def take_as_known(self, measured: StepFigures) -> None:
+        """Follow a plan whose steps were measured and timed before."""
+        self.begin()
+        self._figures.append((measured.peak_bytes, measured.step_seconds))
+        self._timed = [measured.step_seconds] * _VALIDATED_STEPS
 
     def add(
         self,
@@ -167,12 +190,16 @@ class Corrections:
         """Add a step that was not recorded and exceeded the budget."""
         self._figures = sorted([*self._figures, (peak_bytes, seconds)])[-_MOST_FOLLOWED:]
 
-    def time(self, seconds: float) -> bool:
-        """Add the seconds of a step like the plan's that was not recorded. Return whether they are used: only
+    def time(self, found: StepFigures) -> bool:
+        """Add a step like the plan's that was not recorded. Return whether its seconds are used: only those of
         the first few are. (Recording a step takes time, so these are better figures.)"""
+        if self._is_only_timed:
+            self._followed_steps += 1
+            if self._followed_steps > 1:  # the first still includes transfers from before
+                self._figures.append((found.peak_bytes, found.step_seconds))
         if not self._figures or self.is_timed:
             return False
-        self._timed.append(seconds)
+        self._timed.append(found.step_seconds)
         return True
 
     @property
@@ -288,6 +315,7 @@ class Corrections:
             if self._is_again or found < predicted_seconds:
                 predicted_seconds = found
         off = abs(seconds - predicted_seconds) > _OFF * predicted_seconds
+        off = off and (self.is_timed or not self._is_only_timed)
         self._off_steps = self._off_steps + 1 if off else 0
         self._wait_steps -= 1
         if self._off_steps < _STEPS_OFF or self._wait_steps > 0:

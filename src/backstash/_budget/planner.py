@@ -128,6 +128,7 @@ class Planner(Controller):
         self._bytes_at_start = 0  # held at the start of the planned step
         self._links, self._costs = Links(0.0, 0.0), Costs()
         self._corrections = Corrections()
+        self._plain: StepFigures | None = None  # as the plan's trace says
         self._anew_bytes = 0  # returned to the system before this step
         self._recording_seconds = 0.0  # of recording operations, not yet in any block's price
         self._reports = BudgetReports(self._budget, self._named, strict=strict)
@@ -253,7 +254,7 @@ class Planner(Controller):
             else:
                 by_blocks = record is not None or self.follower.plan.left_after is None
                 is_alike = self._shape.is_alike(ended, by_blocks=by_blocks)
-                if is_alike and record is not None:
+                if self._corrections.begins_timing or (is_alike and record is not None):
                     self._shape.note_alike(ended)
                 if is_left and ended.has_grown:
                     # Its growth seemed to fit at each reading, but the last blocks had to move.
@@ -593,9 +594,11 @@ class Planner(Controller):
             self._corrections.exceed(found.peak_bytes, found.step_seconds)
             self._correct()
             return
-        if not is_alike:
-            return  # the prediction is for another step
-        is_used = self._corrections.time(found.step_seconds)
+        if not is_alike:  # the prediction is for another step
+            if self._corrections.unlike():
+                solving.end_trial()
+            return
+        is_used = self._corrections.time(found)
         if is_used:
             self._note_measured()
         if self.follower.plan.state == "left alone":
@@ -616,14 +619,24 @@ class Planner(Controller):
         measured, solving = self._corrections.measured, self._solving
         if measured is None or measured[0] > self._budget or self.follower.plan.state != "planned":
             return
-        solving.timed(measured[1])
+        solving.timed(StepFigures(*measured))
         if self._device is not None and self.regions is not None and not solving.is_new:
             solving.try_whole_calls(self._target())
 
     def _note_measured(self) -> None:
-        measured = self._corrections.measured
-        if measured is not None:
-            self.follower.plan = replace(self.follower.plan, measured=StepFigures(*measured))
+        """Record the figures of the plan's steps. If they take less time than predicted, so does a plain step:
+        an accelerator that waits for the host while a step is recorded seems to compute for longer."""
+        if self._corrections.measured is None:
+            return
+        measured, plan, plain = (
+            StepFigures(*self._corrections.measured),
+            self.follower.plan,
+            self._plain,
+        )
+        if plain is not None and plan.predicted is not None and self._device is not None:
+            part = min(1.0, measured.step_seconds / plan.predicted.step_seconds)
+            plain = replace(plain, step_seconds=plain.step_seconds * part)
+        self.follower.plan = replace(plan, measured=measured, plain=plain)
 
     def _note_kept(self) -> None:
         """Record that steps kept the budget, although the plan was said to be too small: the first measured
@@ -906,6 +919,7 @@ class Planner(Controller):
             self._smallest_bytes = max(self._smallest_bytes, plan.smallest_budget_bytes or 0)
             plan = replace(plan, smallest_budget_bytes=self._smallest_bytes)
         self.follower.follow(plan)
+        self._plain = plan.plain
         if plan.state == "too small" and (is_first or self._reports.is_too_small):
             self._reports.warn_too_small(
                 f"the smallest that this step can keep is {format_bytes(self._smallest_bytes)}, with "
@@ -955,7 +969,15 @@ class Planner(Controller):
             self._guard.trim()  # free what moving needed
         elif begins_step and holds_too_much and self._device is None:
             self._give_back()
-        self._recording.start()
+        if (measured := self._solving.measured) is not None:
+            self._corrections.take_as_known(measured)
+            self._note_measured()
+            self._recording.stop()
+        elif self._solving.is_trying:
+            self._corrections.begin_timing()
+            self._recording.stop()
+        else:
+            self._recording.start()
 
     def _first_windows(self) -> Windows:
         """Return the windows before anything is measured: each an eighth of what the budget leaves, 16 to 128

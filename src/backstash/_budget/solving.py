@@ -5,11 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from .._plan.simulate import NO_WINDOWS, Windows, simulate
 from .._plan.solution import Solution, best_of
 from .._plan.solve import follow, smallest_budget, solve_with_cuts, whole_calls
 from .._plan.trace import Trace, TracedBlock
+from ..plan import StepFigures
 
 __all__ = ["Kept", "Solved", "Solving", "left_alone"]
 
@@ -69,9 +71,9 @@ class Solving:
         self._windows = windows
         self._notes = notes
         self._kept: dict[tuple[str, ...], Kept] = {}
-        # The plans of one trace whose steps were timed and kept the budget, with their seconds.
-        self._timed: dict[tuple[str, ...], tuple[float, Solved]] = {}
-        self._trial: Solved | None = None  # see try_whole_calls()
+        # The plans of one trace whose steps were timed and kept the budget, with their figures.
+        self._timed: dict[Any, tuple[StepFigures, Solved]] = {}
+        self._trial: Solved | None = None  # see is_trying
         self._has_tried = False
 
     def keep(self, kept: Kept) -> None:
@@ -81,7 +83,8 @@ class Solving:
     def give_up(self, choices: tuple[str, ...]) -> None:
         """Record that steps with these choices exceeded the budget. If they kept it before, the process has
         grown, and the other kept choices are no longer reliable."""
-        self._timed.pop(choices, None)
+        for each in [each for each in self._timed if each[0] == choices]:
+            del self._timed[each]
         if choices in self._kept:
             self._kept.clear()
 
@@ -101,7 +104,7 @@ class Solving:
         self._kept = {
             choices: each for choices, each in self._kept.items() if each.blocks is trace.blocks
         }
-        if self.found is None or self.found[0].blocks is not trace.blocks:
+        if self.found is None or self.found[0] is not trace:
             self._timed.clear()
             self._has_tried = False
         self.found, kept = None, [*self._kept.values()]
@@ -143,19 +146,26 @@ class Solving:
     def _solved(self, trace: Trace, target: int, allowed: Sequence[str]) -> Solution:
         return solve_with_cuts(trace, target, allowed=allowed, windows=self._windows)
 
-    def timed(self, seconds: float) -> None:
+    def timed(self, measured: StepFigures) -> None:
         """Record what the steps of the plan that is followed take. Follow another one again whose steps took
         less time; the prediction said otherwise. Each plan is left for another one at most once, one that was
         tried for any that is faster."""
         enough = 0.0 if self.is_trying else _FASTER
         self._trial = None
         assert self.taken is not None
-        choices = self.taken[1].choices
-        self._timed[choices] = seconds, self.taken
-        least, fastest = min(self._timed.values(), key=lambda each: each[0])
-        if least < (1 - enough) * seconds:
-            del self._timed[choices]
+        key = _key(self.taken)
+        self._timed[key] = measured, self.taken
+        least, fastest = min(self._timed.values(), key=_seconds_of)
+        if least.step_seconds < (1 - enough) * measured.step_seconds:
+            del self._timed[key]
             self.found = fastest
+
+    @property
+    def measured(self) -> StepFigures | None:
+        """The figures of the plan that is followed, if it was followed and timed before."""
+        assert self.taken is not None
+        known = self._timed.get(_key(self.taken))
+        return None if known is None else known[0]
 
     def try_whole_calls(self, target: int) -> bool:
         """Follow a plan that only recomputes whole calls, to time it (see :func:`whole_calls`), once for each
@@ -176,14 +186,16 @@ class Solving:
 
     @property
     def is_trying(self) -> bool:
-        """Whether a plan is followed only to time it: see :meth:`try_whole_calls`."""
+        """Whether a plan is followed only to time it, and left again if its steps take longer than another's or
+        exceed the budget."""
         return self._trial is not None and self.taken is self._trial
 
     def end_trial(self) -> None:
-        """Follow the plan from before :meth:`try_whole_calls`: the one that was tried exceeded the budget."""
+        """Follow the fastest plan that was timed: the one that was tried exceeded the budget, or was not timed
+        since no two steps are alike."""
         self._trial = None
         if self._timed:
-            self.found = min(self._timed.values(), key=lambda each: each[0])[1]
+            self.found = min(self._timed.values(), key=_seconds_of)[1]
 
     @property
     def is_running(self) -> bool:
@@ -212,6 +224,16 @@ class Solving:
         self._thread = None
         if self.found is None:
             self.found = self.taken
+
+
+def _key(solved: Solved) -> Any:
+    """What two solutions have in common that are carried out alike."""
+    _, solution, _ = solved
+    return solution.choices, solution.levels, solution.windows
+
+
+def _seconds_of(timed: tuple[StepFigures, Solved]) -> float:
+    return timed[0].step_seconds
 
 
 def _kept_of(trace: Trace, kept: Iterable[Kept], allowed: Sequence[str]) -> Iterable[Solution]:

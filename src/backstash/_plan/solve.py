@@ -124,7 +124,8 @@ def whole_calls(trace: Trace, budget: int, windows: Windows) -> Solution | None:
 
     No choices ask less of the host, which no prediction knows on an accelerator.
     """
-    problem = Problem(trace, budget, ("keep", REGION))
+    names = _names(trace, None)
+    problem = Problem(trace, budget, names)
     regions = sorted(problem.regions, key=lambda each: problem.saves[each.members[0]])
 
     def up_to(count: int) -> tuple[str, ...]:
@@ -138,8 +139,7 @@ def whole_calls(trace: Trace, budget: int, windows: Windows) -> Solution | None:
     )
     if count > len(regions):
         return None
-    forecast = problem.forecast(up_to(count), windows)
-    return Solution(up_to(count), windows, forecast, 0.0, fits=True)
+    return follow(trace, up_to(count), windows, allowed=names)
 
 
 def _swapped(
