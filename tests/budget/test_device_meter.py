@@ -56,11 +56,11 @@ def meter(device):
     made.stop()
 
 
-def tell(meter, device, kind, block, *, at, held, ours, **figures):
+def note(meter, device, kind, block, *, at, held, ours, **figures):
     device.seconds = at
     device.holds(held, **figures)
     device.ours = ours
-    meter.hear((kind, time.perf_counter(), 0.0, MIB, block, "", "", 0, 0, 0, 0, 0, 0))
+    meter.note((kind, time.perf_counter(), 0.0, MIB, block, "", "", 0, 0, 0, 0, 0, 0))
 
 
 def end(meter, device, *, at):
@@ -75,9 +75,9 @@ def moments(measured):
 
 
 def test_seconds_are_the_devices(meter, device):
-    tell(meter, device, "save", 0, at=1.0, held=101, ours=1)
-    tell(meter, device, "use", 0, at=3.0, held=101, ours=1)
-    tell(meter, device, "free", 0, at=3.5, held=100, ours=0)
+    note(meter, device, "save", 0, at=1.0, held=101, ours=1)
+    note(meter, device, "use", 0, at=3.0, held=101, ours=1)
+    note(meter, device, "free", 0, at=3.5, held=100, ours=0)
     measured = end(meter, device, at=4.0)
     assert (measured.began, measured.ended) == (0.0, 4.0)
     assert [each.seconds for each in moments(measured)] == pytest.approx([1.0, 2.0, 0.5])
@@ -86,26 +86,26 @@ def test_seconds_are_the_devices(meter, device):
 def test_waits_of_the_device_are_no_computing(meter, device):
     """Also one that is told of between a use and the free of its block, as a load on demand is."""
     meter.start()
-    tell(meter, device, "save", 0, at=1.0, held=101, ours=1)
-    tell(meter, device, "use", 0, at=2.0, held=101, ours=1)
+    note(meter, device, "save", 0, at=1.0, held=101, ours=1)
+    note(meter, device, "use", 0, at=2.0, held=101, ours=1)
     device.on_time("read", 2.0, 2.4, MIB)
     device.on_time("stall", 2.0, 2.5, 0)
-    tell(meter, device, "free", 0, at=3.0, held=100, ours=0)
+    note(meter, device, "free", 0, at=3.0, held=100, ours=0)
     measured = end(meter, device, at=4.0)
     assert [each.seconds for each in moments(measured)] == pytest.approx([1.0, 1.0, 0.5])
-    assert [told[:4] for told in measured.told if told[0] == "read"] == [
+    assert [event[:4] for event in measured.events if event[0] == "read"] == [
         ("read", 2.0, pytest.approx(0.4), MIB)
     ]
 
 
 def test_what_is_paused_counts_none_of_the_steps_seconds(meter, device):
     meter.start()
-    tell(meter, device, "save", 0, at=1.0, held=101, ours=1)
+    note(meter, device, "save", 0, at=1.0, held=101, ours=1)
     paused = meter.pause()
     assert device.on_time is None, "a copy of what is tried is none of the step's"
     device.seconds = 1.75
     meter.resume(paused)
-    tell(meter, device, "save", 1, at=2.0, held=102, ours=2)
+    note(meter, device, "save", 1, at=2.0, held=102, ours=2)
     assert [each.seconds for each in moments(end(meter, device, at=2.0))] == pytest.approx(
         [1.0, 0.25]
     )
@@ -123,11 +123,11 @@ def test_a_device_that_waits_for_the_host_computes_nothing(meter, device):
     device.seconds = 0.25
     began = meter.hook_begins()
     device.__class__ = Slow
-    tell(meter, device, "save", 0, at=1.0, held=101, ours=1)
+    note(meter, device, "save", 0, at=1.0, held=101, ours=1)
     device.seconds = 1.5
     meter.hook_took("pack hook", began)
-    tell(meter, device, "use", 0, at=2.5, held=101, ours=1)
-    tell(meter, device, "free", 0, at=3.0, held=100, ours=0)
+    note(meter, device, "use", 0, at=2.5, held=101, ours=1)
+    note(meter, device, "free", 0, at=3.0, held=100, ours=0)
     device.__class__ = Scripted
     measured = end(meter, device, at=4.0)
     assert measured.looking_seconds == pytest.approx(3 * 0.125)
@@ -141,10 +141,10 @@ def test_the_hook_that_begins_a_step_takes_nothing_from_later_operations(meter, 
     """It takes the record of the step before, while the device has nothing to do."""
     meter.start()
     began = meter.hook_begins()
-    tell(meter, device, "save", 0, at=10.0, held=101, ours=1)
+    note(meter, device, "save", 0, at=10.0, held=101, ours=1)
     meter.hook_took("pack hook", began)
-    tell(meter, device, "use", 0, at=11.0, held=101, ours=1)
-    tell(meter, device, "free", 0, at=13.0, held=100, ours=0)
+    note(meter, device, "use", 0, at=11.0, held=101, ours=1)
+    note(meter, device, "free", 0, at=13.0, held=100, ours=0)
     measured = end(meter, device, at=13.0)
     assert [each.seconds for each in moments(measured)] == pytest.approx([0.0, 1.0, 2.0])
     assert StepRecord(measured, {0: "class"}).hook_seconds("pack hook") == 0.0
@@ -154,41 +154,41 @@ def test_a_hook_that_began_when_nothing_was_measured_is_not_told(meter, device):
     began = meter.hook_begins()
     meter.start()
     meter.hook_took("pack hook", began)
-    assert end(meter, device, at=1.0).told == []
+    assert end(meter, device, at=1.0).events == []
 
 
 def test_a_saved_tensor_was_its_operations_until_it_is_saved(meter, device):
-    tell(meter, device, "save", 0, at=1, held=110, ours=10)
-    tell(meter, device, "save", 1, at=2, held=120, ours=20)
+    note(meter, device, "save", 0, at=1, held=110, ours=10)
+    note(meter, device, "save", 1, at=2, held=120, ours=20)
     found = moments(end(meter, device, at=3))
     assert [each.other_bytes // MIB for each in found] == [110, 110]
 
 
 def test_what_few_allocations_could_have_held_between_two_events_counts(meter, device):
     """An operation's workspace of 30 MiB, gone again when its result is saved."""
-    tell(meter, device, "save", 0, at=1, held=101, ours=1, peak=200)
-    tell(meter, device, "save", 1, at=2, held=102, ours=2, ever=31, allocations=2)
+    note(meter, device, "save", 0, at=1, held=101, ours=1, peak=200)
+    note(meter, device, "save", 1, at=2, held=102, ours=2, ever=31, allocations=2)
     found = moments(end(meter, device, at=3))
     assert found[1].other_bytes == (101 + 31 - 1) * MIB
 
 
 def test_it_never_held_more_than_the_allocator_has_seen(meter, device):
-    tell(meter, device, "save", 0, at=1, held=101, ours=1, peak=120)
-    tell(meter, device, "save", 1, at=2, held=102, ours=2, ever=90, allocations=3)
+    note(meter, device, "save", 0, at=1, held=101, ours=1, peak=120)
+    note(meter, device, "save", 1, at=2, held=102, ours=2, ever=90, allocations=3)
     assert moments(end(meter, device, at=3))[1].other_bytes == (120 - 1) * MIB
 
 
 def test_of_many_allocations_only_what_was_seen_counts(meter, device):
-    tell(meter, device, "save", 0, at=1, held=101, ours=1, peak=900)
+    note(meter, device, "save", 0, at=1, held=101, ours=1, peak=900)
     device.holds(150)
     meter.mark()
-    tell(meter, device, "save", 1, at=2, held=102, ours=2, ever=500, allocations=50)
+    note(meter, device, "save", 1, at=2, held=102, ours=2, ever=500, allocations=50)
     assert moments(end(meter, device, at=3))[1].other_bytes == (150 - 1) * MIB
 
 
 def test_a_new_peak_is_known_whatever_was_seen(meter, device):
-    tell(meter, device, "use", 0, at=1, held=101, ours=1)
-    tell(meter, device, "use", 1, at=2, held=102, ours=2, peak=400, ever=900, allocations=50)
+    note(meter, device, "use", 0, at=1, held=101, ours=1)
+    note(meter, device, "use", 1, at=2, held=102, ours=2, peak=400, ever=900, allocations=50)
     measured = end(meter, device, at=3)
     assert max(held - ours for _, held, ours in measured.samples) == (400 - 2) * MIB
     assert measured.known_peak_bytes == 400 * MIB
@@ -200,7 +200,7 @@ def test_a_new_peak_is_known_whatever_was_seen(meter, device):
 
 def test_a_program_that_resets_the_peak_at_each_step_takes_none_of_it_away(meter, device):
     device.figures = MemoryFigures(100 * MIB, 100 * MIB, 0, 0)  # reset before the step
-    tell(meter, device, "use", 0, at=1, held=101, ours=1, peak=180, ever=900, allocations=50)
+    note(meter, device, "use", 0, at=1, held=101, ours=1, peak=180, ever=900, allocations=50)
     device.figures = MemoryFigures(100 * MIB, 100 * MIB, 0, 0)  # and after it
     assert end(meter, device, at=2).known_peak_bytes == 180 * MIB
 

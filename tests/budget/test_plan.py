@@ -738,10 +738,10 @@ def test_taking_memory_anew_takes_the_page_faults_that_a_step_had():
             touched[at] = 0
         meter.begin_step()
         assert meter._faults >= 8 * MIB // mmap.PAGESIZE
-        assert meter.anew_seconds(8 * MIB) > 0 == meter.anew_seconds(0)
+        assert meter.fault_seconds(8 * MIB) > 0 == meter.fault_seconds(0)
         meter.begin_step()
         meter._faults = 0
-        assert meter.anew_seconds(8 * MIB) == 0, "nothing was taken: the rest was there yet"
+        assert meter.fault_seconds(8 * MIB) == 0, "nothing was taken: the rest was there yet"
 
 
 def test_no_other_budget_holds_more_to_learn(memory, tmp_path):
@@ -1331,11 +1331,11 @@ def test_nothing_is_kept_of_steps_that_are_not_measured():
     for _ in range(10):
         meter.resume(meter.pause())
         meter.begin_step()
-    assert not meter._told and not meter._samples
+    assert not meter._events and not meter._samples
     meter._stop = threading.Event()  # as if a thread were sampling
     meter.resume(meter.pause())
     meter.begin_step()
-    assert len(meter._told) == len(meter._samples) == 1
+    assert len(meter._events) == len(meter._samples) == 1
 
 
 def test_sampling_goes_on_once_what_it_took_was_taken(monkeypatch):
@@ -2174,7 +2174,7 @@ def test_a_recorded_step_counts_the_saves_of_one_that_is_not(memory, tmp_path):
             if stash.plan.trace is not None:
                 break
     first = stash._planner._first_steps
-    saved = {*first._told_bytes, *(nbytes for _, nbytes in first.left)}
+    saved = {*first._asked_bytes, *(nbytes for _, nbytes in first.left)}
     # The first save of a step may count in the step before.
     assert saved <= {7 * MIB, 8 * MIB, 9 * MIB}
     assert first.left_seconds is not None

@@ -10,7 +10,7 @@ from backstash._budget.meter import Measured
 from backstash._budget.record import (
     Costs,
     StepRecord,
-    beside_left,
+    compared_with_unmanaged,
     costs_of,
     links_of,
     trace_of,
@@ -26,7 +26,7 @@ MIB = 1 << 20
 LINKS = Links(1e9, 1e9)
 
 
-def told(kind, start, seconds=0.0, nbytes=MIB, number=-1):
+def event(kind, start, seconds=0.0, nbytes=MIB, number=-1):
     return (kind, start, seconds, nbytes, number, "", "", 0, 0, 0, 0, 0, 0)
 
 
@@ -41,10 +41,10 @@ def seconds(trace):
 
 def test_waits_are_no_computing():
     step = record(
-        told("save", 1.0, number=0),
-        told("stall", 1.5, 0.25),
-        told("use", 3.0, number=0),
-        told("free", 3.5, number=0),
+        event("save", 1.0, number=0),
+        event("stall", 1.5, 0.25),
+        event("use", 3.0, number=0),
+        event("free", 3.5, number=0),
     )
     trace = trace_of(step, LINKS, Costs(), "disk")
     assert seconds(trace) == pytest.approx([1.0, 1.75, 0.5])
@@ -53,10 +53,10 @@ def test_waits_are_no_computing():
 
 def test_what_a_transfer_costs_beyond_an_interval_is_taken_off_the_next():
     step = record(
-        told("save", 1.0, number=0),
-        told("write", 0.9, 0.1, nbytes=10),
-        told("save", 1.5, number=1),
-        told("use", 3.0, number=1),
+        event("save", 1.0, number=0),
+        event("write", 0.9, 0.1, nbytes=10),
+        event("save", 1.5, number=1),
+        event("use", 3.0, number=1),
     )
     trace = trace_of(step, LINKS, Costs(per_moved_byte=0.1), "disk")
     assert seconds(trace) == pytest.approx([1.0, 0.0, 1.0])
@@ -65,16 +65,16 @@ def test_what_a_transfer_costs_beyond_an_interval_is_taken_off_the_next():
 
 def test_transfers_of_several_steps_are_each_of_their_own_clock():
     """An accelerator's begins with its step, so that two steps are at the same time by it."""
-    steps = [record(told("write", 1.0, 0.5), told("read", 2.0, 0.25)) for _ in range(3)]
+    steps = [record(event("write", 1.0, 0.5), event("read", 2.0, 0.25)) for _ in range(3)]
     assert links_of(steps) == links_of(steps[:1]) == Links(2 * MIB, 4 * MIB)
-    beside = record(told("write", 1.0, 0.5), told("write", 1.25, 0.25))
+    beside = record(event("write", 1.0, 0.5), event("write", 1.25, 0.25))
     assert links_of([beside]).down_rate == 4 * MIB, "two at once take their time together"
 
 
 def test_the_first_hook_counts_from_its_step_on():
     """It began before: the first save of a step ends the one before."""
     step = record(
-        told("save", 1.0, number=0), told("pack hook", -2.0, 2.5), told("use", 3.0, number=0)
+        event("save", 1.0, number=0), event("pack hook", -2.0, 2.5), event("use", 3.0, number=0)
     )
     assert step.hook_seconds("pack hook") == 0.0, "it also takes the record of the step before"
     assert step.computing_seconds == pytest.approx(3.5)
@@ -82,12 +82,12 @@ def test_the_first_hook_counts_from_its_step_on():
 
 def test_what_a_region_does_beside_its_hooks_is_no_computing():
     step = record(
-        told("stall", 0.8, 0.05),
-        told("save", 1.0, number=0),
-        told("stall", 1.0, 0.1),
-        told("pack hook", 0.9, 0.4),
-        told("stall", 1.35, 0.05),
-        told("region hook", 0.8, 1.0),
+        event("stall", 0.8, 0.05),
+        event("save", 1.0, number=0),
+        event("stall", 1.0, 0.1),
+        event("pack hook", 0.9, 0.4),
+        event("stall", 1.35, 0.05),
+        event("region hook", 0.8, 1.0),
     )
     step.forwards.append(Forward("m", 0))
     assert step.hook_seconds("pack hook") == pytest.approx(0.3)
@@ -119,8 +119,8 @@ def test_a_step_that_saves_more_for_trials_is_like_one_whose_backward_uses_as_mu
     steps = []
     for computing, tried in ((9.0, 0), (8.0, 1), (5.0, 0)):
         blocks = range(5 + tried)
-        events = [told("save", 0.1 * at, number=at) for at in blocks]
-        events += [told("use", 2 + 0.1 * at, number=at) for at in blocks[:5]]
+        events = [event("save", 0.1 * at, number=at) for at in blocks]
+        events += [event("use", 2 + 0.1 * at, number=at) for at in blocks[:5]]
         steps.append(record(*events, ended=computing))
     first = FirstSteps(10**9, copies_aside=True)
     for each in steps:
@@ -155,13 +155,13 @@ def test_what_a_compared_forward_holds_makes_no_step_a_larger_one():
 def test_memory_that_moved_between_two_saves_is_one_block_of_a_trace():
     """Its second block is of a step that did not know yet that it would be saved again."""
     step = record(
-        told("save", 1.0, number=0),
-        told("save", 1.5, number=1),
-        told("save", 2.0, number=2),
-        told("use", 2.5, number=1),
-        told("use", 3.0, number=0),
-        told("free", 3.25, number=1),
-        told("free", 3.5, number=0),
+        event("save", 1.0, number=0),
+        event("save", 1.5, number=1),
+        event("save", 2.0, number=2),
+        event("use", 2.5, number=1),
+        event("use", 3.0, number=0),
+        event("free", 3.25, number=1),
+        event("free", 3.5, number=0),
     )
     step.copies.add(1)
     trace = trace_of(step, LINKS, Costs(), "host")
@@ -187,7 +187,7 @@ def test_a_step_with_the_planned_blocks_shows_how_much_is_saved_in_all():
 
 
 def test_a_trace_has_the_options_that_another_step_was_asked_for():
-    asked, other = (record(told("save", 1.0, number=0)) for _ in range(2))
+    asked, other = (record(event("save", 1.0, number=0)) for _ in range(2))
     asked.groups = {0: "class"}
     asked.offers[0] = {"pack": Option(10, 1.0, 2.0)}
     (block,) = trace_of(other, LINKS, Costs(), "host", priced=asked).blocks
@@ -196,11 +196,11 @@ def test_a_trace_has_the_options_that_another_step_was_asked_for():
 
 def test_what_the_hooks_take_is_no_computing_but_a_cost_of_the_options():
     step = record(
-        told("save", 1.0, number=0),
-        told("stall", 1.1, 0.5),
-        told("pack hook", 0.9, 0.8),  # 0.3 s but for the wait in it
-        told("use", 3.0, number=0),
-        told("unpack hook", 2.9, 0.2),
+        event("save", 1.0, number=0),
+        event("stall", 1.1, 0.5),
+        event("pack hook", 0.9, 0.8),  # 0.3 s but for the wait in it
+        event("use", 3.0, number=0),
+        event("unpack hook", 2.9, 0.2),
     )
     assert step.hook_seconds("pack hook") == pytest.approx(0.3)
     assert step.computing_seconds == pytest.approx(4.0 - 0.5 - 0.3 - 0.2)
@@ -214,14 +214,14 @@ def test_what_the_hooks_take_is_no_computing_but_a_cost_of_the_options():
 
 
 def test_memory_that_was_given_back_to_measure_a_step_is_no_computing():
-    step = record(told("save", 1.0, number=0), told("use", 3.0, number=0))
-    step.anew_seconds = 0.5
+    step = record(event("save", 1.0, number=0), event("use", 3.0, number=0))
+    step.fault_seconds = 0.5
     assert step.computing_seconds == pytest.approx(3.5)
     costs = typical_costs([(step, step)], LINKS)
     assert costs == Costs(), "where nothing moves nothing is told"
-    step.told.append(told("write", 3.5, 0.1))
+    step.events.append(event("write", 3.5, 0.1))
     costs = typical_costs([(step, step)], LINKS)
-    assert (costs.anew_seconds, costs.computing_seconds) == pytest.approx((0.5, 3.5))
+    assert (costs.fault_seconds, costs.computing_seconds) == pytest.approx((0.5, 3.5))
     trace = trace_of(step, LINKS, costs, "disk")
     assert trace.anew_seconds == pytest.approx(0.5)
     assert trace.compute_seconds == pytest.approx(3.5)
@@ -229,8 +229,8 @@ def test_memory_that_was_given_back_to_measure_a_step_is_no_computing():
 
 def test_of_several_pairs_of_steps_the_typical_costs_are_taken():
     def pair(all_seconds, half_seconds):
-        full = record(told("write", 0.5, 0.1), told("read", 1.0, 0.1), ended=all_seconds)
-        return full, record(told("write", 0.5, 0.1), ended=half_seconds)
+        full = record(event("write", 0.5, 0.1), event("read", 1.0, 0.1), ended=all_seconds)
+        return full, record(event("write", 0.5, 0.1), ended=half_seconds)
 
     slow = Links(1e4, 1e4)  # else a byte could not cost as much
     each = [costs_of(*given, slow) for given in (pair(4.0, 3.9), pair(4.0, 3.7), pair(9.0, 3.6))]
@@ -241,17 +241,17 @@ def test_of_several_pairs_of_steps_the_typical_costs_are_taken():
 
 def test_a_wait_before_a_hook_is_none_of_the_hooks():
     step = record(
-        told("save", 0.5, number=0),
-        told("stall", 1.0, 0.5),
-        told("pack hook", 2.0, 0.25),
+        event("save", 0.5, number=0),
+        event("stall", 1.0, 0.5),
+        event("pack hook", 2.0, 0.25),
     )
     assert step.hook_seconds("pack hook") == pytest.approx(0.25)
 
 
 def moving(*, seconds, nbytes, hook, blocks=2):
-    saves = [told("save", 0.1, number=number) for number in range(blocks)]
-    hooks = [told("pack hook", 0.1, hook / blocks)] * blocks
-    return record(*saves, *hooks, told("write", 0.2, 0.1, nbytes=nbytes), ended=seconds)
+    saves = [event("save", 0.1, number=number) for number in range(blocks)]
+    hooks = [event("pack hook", 0.1, hook / blocks)] * blocks
+    return record(*saves, *hooks, event("write", 0.2, 0.1, nbytes=nbytes), ended=seconds)
 
 
 def test_what_a_block_costs_is_told_from_two_steps_that_differ_in_what_they_move():
@@ -297,14 +297,14 @@ def test_where_nothing_moves_nothing_is_told():
 def test_what_a_step_computes_beside_one_that_was_left_alone_is_of_its_blocks():
     """Each takes half of its part when it is saved, and half when it is used."""
     costs = Costs(kept=(0.5, 0.25), moved=(1.0, 0.75), computing_seconds=3.0)
-    found = beside_left(costs, 2, 2.0)
-    assert found == replace(costs, beside_each=0.5, computing_seconds=2.0, left_seconds=2.0)
-    longer = beside_left(costs, 2, 4.0)
+    found = compared_with_unmanaged(costs, 2, 2.0)
+    assert found == replace(costs, extra_each=0.5, computing_seconds=2.0, left_seconds=2.0)
+    longer = compared_with_unmanaged(costs, 2, 4.0)
     assert longer == replace(costs, computing_seconds=4.0, left_seconds=4.0), "no plan is faster"
-    assert beside_left(costs, 2, None) == costs
-    nothing_moved = beside_left(Costs(), 2, 2.0)
+    assert compared_with_unmanaged(costs, 2, None) == costs
+    nothing_moved = compared_with_unmanaged(Costs(), 2, 2.0)
     assert nothing_moved == Costs(computing_seconds=2.0, left_seconds=2.0)
-    step = record(told("save", 1.0, number=0), told("save", 2.0, number=1))
+    step = record(event("save", 1.0, number=0), event("save", 2.0, number=1))
     trace = trace_of(step, LINKS, found, "disk")
     assert trace.compute_seconds == pytest.approx(2.0)
     for block in trace.blocks:
@@ -315,7 +315,7 @@ def test_what_a_step_computes_beside_one_that_was_left_alone_is_of_its_blocks():
 
 def test_a_block_that_is_saved_more_often_takes_more_in_the_hooks():
     """And no more to move."""
-    step = record(told("save", 1.0, number=0), told("save", 2.0, number=1))
+    step = record(event("save", 1.0, number=0), event("save", 2.0, number=1))
     step.saves[1] = 3
     trace = trace_of(step, LINKS, Costs(kept=(2.0, 1.0), moved=(6.0, 4.0)), "disk")
     kept = [each.options["keep"] for each in trace.blocks]
@@ -332,7 +332,7 @@ def followed(*steps, budget=2000):
     of.follow(1000, 500, is_left=False)
     ended = []
     for peak, looked, is_alike in steps:
-        step = record(told("save", 1.0, number=0), told("use", 3.0, number=0))
+        step = record(event("save", 1.0, number=0), event("use", 3.0, number=0))
         step.measured.samples[:] = [(at / 10, peak, 0) for at in range(20)]
         ended.append(of.add(step, budget, looked, is_alike=is_alike))
     return of, ended
@@ -534,7 +534,7 @@ def test_a_step_that_computes_for_another_time_than_it_did_is_planned_for():
 
 
 def step_of(seconds):
-    return record(told("save", 0.5, number=0), ended=seconds)
+    return record(event("save", 0.5, number=0), ended=seconds)
 
 
 def test_three_steps_like_the_plans_are_enough_after_the_first():
@@ -554,7 +554,7 @@ def test_three_steps_like_the_plans_are_enough_after_the_first():
     assert found == [False, True], "one that exceeds the budget is enough"
     of.begin()
     later = record(
-        told("save", 0.3, number=0), told("use", 0.5, number=0), told("free", 1.9, number=0)
+        event("save", 0.3, number=0), event("use", 0.5, number=0), event("free", 1.9, number=0)
     )
     later.samples.append((1.0, 200 * MIB, 0))
     assert later.peak_bytes == 200 * MIB and later.graph_peak_bytes == 100 * MIB
@@ -573,7 +573,9 @@ def test_one_step_is_enough_that_holds_far_less_than_was_predicted(varies):
     for number in range(4):
         more = (number + 1) * MIB if varies else MIB
         steps.append(
-            record(told("save", 0.3, number=0), told("save", 0.5, nbytes=more, number=1), ended=2.0)
+            record(
+                event("save", 0.3, number=0), event("save", 0.5, nbytes=more, number=1), ended=2.0
+            )
         )
 
     def found(predicted, *, is_left=False):
@@ -654,19 +656,19 @@ def test_steps_that_are_timed_again_leave_the_plan_s_corrections():
 
 def test_a_forward_that_ended_in_another_step_is_none_of_this_one():
     """As where a backward in the middle of it began the step that is recorded."""
-    step = record(told("leave", 0.5, number=0), told("save", 1.0, number=0))
+    step = record(event("leave", 0.5, number=0), event("save", 1.0, number=0))
     assert seconds(trace_of(step, LINKS, Costs(), "disk")) == [1.0]
 
 
 def test_a_replay_takes_what_its_operations_took_and_the_hooks_of_its_saves():
     def of(graph):
         step = record(
-            told("enter", 0.5, nbytes=0, number=0),
-            told("save", 1.0, number=0),
-            told("save", 1.25, number=1),
-            told("leave", 1.5, nbytes=0, number=0),
-            told("use", 3.0, number=0),
-            told("write", 3.5, 0.1, nbytes=0),
+            event("enter", 0.5, nbytes=0, number=0),
+            event("save", 1.0, number=0),
+            event("save", 1.25, number=1),
+            event("leave", 1.5, nbytes=0, number=0),
+            event("use", 3.0, number=0),
+            event("write", 3.5, 0.1, nbytes=0),
         )
         forward = Forward("blocks.*", 0, can_run_again=True, graph=graph)
         forward.add(0, 0, MIB, is_new=True)

@@ -183,7 +183,7 @@ def test_a_recording_takes_no_more_than_its_limit():
     for _ in range(2):
         event_log.emit("free", 1)
     assert [len(each.events) for each in (none, one, all_of_it)] == [0, 1, 2]
-    one._hear(tuple(range(13)))  # told by another thread, which had asked who listens before
+    one._note_event(tuple(range(13)))  # from another thread, which had asked who listens before
     assert len(one.events) == 1 and event_log.on
     all_of_it.remove()
     assert not event_log.on

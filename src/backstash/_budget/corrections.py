@@ -290,7 +290,7 @@ class Corrections:
         followed, computing = self._followed, typical(self._computing)
         if followed:
             found, links = links_of(followed), trace.links
-            kinds = {event[0] for each in followed for event in each.told if event[3]}
+            kinds = {event[0] for each in followed for event in each.events if event[3]}
             down = found.down_rate if "write" in kinds else links.down_rate
             up = found.up_rate if "read" in kinds else links.up_rate
             if max(abs(down / links.down_rate - 1), abs(up / links.up_rate - 1)) > _OFF:

@@ -25,7 +25,7 @@ from .meter import Measured, Meter, Sample, taken
 
 __all__ = ["DeviceMeter"]
 
-_HEARD = ("save", "use", "free")
+_OF_BLOCKS = ("save", "use", "free")
 _BOUNDS = ("enter", "leave")  # of a module's forward
 _TICK = 1e-9  # seconds, so that no two events have the same time
 _STEPS_AHEAD = 16  # steps by which no host is ahead of its device
@@ -33,11 +33,11 @@ _FEW = 16  # up to so many allocations between two events may all have been aliv
 
 
 @dataclass(frozen=True, slots=True)
-class _Heard:
+class _Noted:
     """A save, use or free of a block; or, without ``figures``, a bound of a module's forward, a hook, a copy or
     a wait."""
 
-    told: tuple[Any, ...]
+    event: tuple[Any, ...]
     mark: Any
     """Its point in time on the device."""
     until: Any = None
@@ -59,7 +59,7 @@ class DeviceMeter(Meter):
     def __init__(self, device: Device, ours: Callable[[], int]) -> None:
         super().__init__(ours)
         self._device = device
-        self._heard: deque[_Heard] = deque()
+        self._noted: deque[_Noted] = deque()
         # Of the last steps, on both clocks.
         self._begins: deque[tuple[Any, float]] = deque(maxlen=_STEPS_AHEAD)
         self._last_peak = self._known_peak = 0
@@ -107,16 +107,16 @@ class DeviceMeter(Meter):
                 return self._device.seconds_between(since, until)
         return begins[-1][1] - begins[-2][1] if len(begins) > 1 else 0.0
 
-    def hear(self, told: tuple[Any, ...]) -> None:
-        """See :meth:`Meter.hear`."""
-        if told[0] not in (*_HEARD, *_BOUNDS) or self._device.is_capturing():
+    def note(self, event: tuple[Any, ...]) -> None:
+        """See :meth:`Meter.note`."""
+        if event[0] not in (*_OF_BLOCKS, *_BOUNDS) or self._device.is_capturing():
             return
-        if told[0] in _BOUNDS:
-            self._heard.append(_Heard(told, self._device.time_mark()))
+        if event[0] in _BOUNDS:
+            self._noted.append(_Noted(event, self._device.time_mark()))
             return
         mark, figures, ours = self._device.time_mark(), self._look(), self._ours()
         now, until = time.perf_counter(), self._device.time_mark()
-        self._heard.append(_Heard(told, mark, until, figures, ours, now))
+        self._noted.append(_Noted(event, mark, until, figures, ours, now))
 
     def hook_begins(self) -> Any:
         """See :meth:`Meter.hook_begins`."""
@@ -128,16 +128,16 @@ class DeviceMeter(Meter):
         """See :meth:`Meter.hook_took`. If the host is ahead of the device, the marks pass at once; otherwise
         the device is idle while the hook runs."""
         if began is not None and not self._device.is_capturing():
-            told = (kind, 0.0, 0.0, 0, -1)
-            self._heard.append(_Heard(told, began, self._device.time_mark()))
+            event = (kind, 0.0, 0.0, 0, -1)
+            self._noted.append(_Noted(event, began, self._device.time_mark()))
 
     def _on_time(self, kind: str, since: Any, until: Any, nbytes: int) -> None:
-        self._heard.append(_Heard((kind, 0.0, 0.0, nbytes, -1), since, until))
+        self._noted.append(_Noted((kind, 0.0, 0.0, nbytes, -1), since, until))
 
     def start(self) -> None:
         """See :meth:`Meter.start`."""
         # Pinned memory refers to the device until it is freed, and the meter must not keep that memory alive.
-        self._device.on_time = functools.partial(_tell, weakref.ref(self))
+        self._device.on_time = functools.partial(_note_time, weakref.ref(self))
         super().start()
 
     def stop(self) -> None:
@@ -160,36 +160,36 @@ class DeviceMeter(Meter):
 
     def forget(self) -> None:
         """See :meth:`Meter.forget`."""
-        taken(self._heard)
+        taken(self._noted)
         self._take_samples()
         self._origin = self._device.memory()
         self.mark()
 
     def take(self) -> Measured:
         """See :meth:`Meter.take`. The host waits for the device."""
-        heard, samples = taken(self._heard), self._take_samples()
+        noted, samples = taken(self._noted), self._take_samples()
         begins, before = self._begins, self._origin
         (began, _), (ended, _) = begins[-2], begins[-1]
         seconds = self._device.seconds_between
-        told: list[tuple[Any, ...]] = []
+        events: list[tuple[Any, ...]] = []
         at, last, result = 0.0, before or self._device.memory(), list[Sample]()
         ours_before = samples[0][2] if samples else 0
         result.append((0.0, max(last.held_bytes, ours_before), ours_before))
         waiting, looking_seconds = deque(samples), 0.0
-        for each in heard:
+        for each in noted:
             if each.figures is None and each.until is None:
                 at = max(at + _TICK, seconds(began, each.mark))
-                told.append((each.told[0], at, 0.0, *each.told[3:]))
+                events.append((each.event[0], at, 0.0, *each.event[3:]))
                 continue
             if each.figures is None:
                 start = seconds(began, each.mark)
                 duration = max(0.0, seconds(each.mark, each.until))
-                told.append((each.told[0], start, duration, *each.told[3:]))
+                events.append((each.event[0], start, duration, *each.event[3:]))
                 continue
             at = max(at + _TICK, seconds(began, each.mark))
-            told.append((each.told[0], at, 0.0, *each.told[3:]))
+            events.append((each.event[0], at, 0.0, *each.event[3:]))
             looked = max(0.0, seconds(each.mark, each.until))  # the device was idle
-            told.append(("stall", at, looked, 0, -1))
+            events.append(("stall", at, looked, 0, -1))
             looking_seconds += looked
             between = list[Sample]()
             while waiting and waiting[0][0] <= each.host_seconds:
@@ -202,10 +202,12 @@ class DeviceMeter(Meter):
         rest = [held - ours for _, held, ours in waiting]
         result.append((end, max([last.held_bytes - ours_before, *rest]) + ours_before, ours_before))
         self.mark()
-        return Measured(0.0, end, told, result, self._known_peak, looking_seconds)
+        return Measured(0.0, end, events, result, self._known_peak, looking_seconds)
 
 
-def _tell(of: weakref.ref[DeviceMeter], kind: str, since: Any, until: Any, nbytes: int) -> None:
+def _note_time(
+    of: weakref.ref[DeviceMeter], kind: str, since: Any, until: Any, nbytes: int
+) -> None:
     """See :attr:`Device.on_time`."""
     meter = of()
     if meter is not None:
@@ -213,18 +215,18 @@ def _tell(of: weakref.ref[DeviceMeter], kind: str, since: Any, until: Any, nbyte
 
 
 def _other_between(
-    last: MemoryFigures, event: _Heard, ours_before: int, samples: list[Sample]
+    last: MemoryFigures, noted: _Noted, ours_before: int, samples: list[Sample]
 ) -> int:
     """Return the most memory that is not the stash's between two events.
 
     Up to a save, the saved tensor counts as its operation's memory. Before a use the stash may have freed or
     read blocks since the event before.
     """
-    now = event.figures
+    now = noted.figures
     assert now is not None
-    is_save = event.told[0] == "save"
-    ours = ours_before if is_save else max(ours_before, event.ours)
-    known = [now.held_bytes - event.ours, *(held - ours for _, held, ours in samples)]
+    is_save = noted.event[0] == "save"
+    ours = ours_before if is_save else max(ours_before, noted.ours)
+    known = [now.held_bytes - noted.ours, *(held - ours for _, held, ours in samples)]
     if is_save:
         known.append(now.held_bytes - ours_before)
     if now.peak_bytes != last.peak_bytes:

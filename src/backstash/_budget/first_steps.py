@@ -52,7 +52,7 @@ class FirstSteps:
         self.learns = budget == _TO_LEARN
         """Whether the steps only measure what any budget would cost, and keep none."""
         self.records: list[StepRecord] = []
-        self._told_bytes: list[
+        self._asked_bytes: list[
             int
         ] = []  # of each record: bytes of all storages that it saved, see Planner.count_saved
         self.left: list[tuple[float, int]] = []
@@ -70,19 +70,19 @@ class FirstSteps:
         self._is_second = False  # whether this is the second step with the mode "fits"
 
     def add(
-        self, record: StepRecord | None, seconds: float, told_bytes: int, peak_bytes: int
+        self, record: StepRecord | None, seconds: float, asked_bytes: int, peak_bytes: int
     ) -> None:
-        """Add an ended step, which took ``seconds`` and saved storages of ``told_bytes``.
+        """Add an ended step, which took ``seconds`` and saved storages of ``asked_bytes``.
 
         An unmanaged step has no record; ``peak_bytes`` is the highest sample of a sampled one.
         """
         if record is not None:
             self.records.append(record)
-            self._told_bytes.append(told_bytes)
+            self._asked_bytes.append(asked_bytes)
         if self.mode == "left":
-            self.left.append((seconds, told_bytes))
+            self.left.append((seconds, asked_bytes))
         if self.mode == "sampled":
-            self._sampled = peak_bytes, told_bytes
+            self._sampled = peak_bytes, asked_bytes
 
     def tries_again(self) -> bool:
         """Return whether the next step also keeps what fits, because the first one moved nothing."""
@@ -95,7 +95,7 @@ class FirstSteps:
     def forget(self) -> None:
         """Forget the records: a plan was made from them, or they are not used."""
         self.records.clear()
-        self._told_bytes.clear()
+        self._asked_bytes.clear()
 
     @property
     def may_exceed(self) -> bool:
@@ -146,9 +146,9 @@ class FirstSteps:
         """Whether :attr:`largest` is the first of a pair."""
         return self.records.index(self.largest) % 2 == 1
 
-    def told_bytes(self, record: StepRecord) -> int:
+    def asked_bytes(self, record: StepRecord) -> int:
         """Return the bytes of all storages that this step saved."""
-        return self._told_bytes[self.records.index(record)]
+        return self._asked_bytes[self.records.index(record)]
 
     def alike(self) -> Iterable[tuple[StepRecord, StepRecord]]:
         """Yield the pairs of steps whose backward used as much as the largest's."""
@@ -161,14 +161,14 @@ class FirstSteps:
         """Return the link rates, and the stash's costs, for a step like the largest."""
         pairs = [*self.alike()] or [(self.largest, self.largest)]
         late = [pair for pair in pairs if pair[0] is not self.records[1]] if self.learns else []
-        told = late or pairs
-        links = links_of([*itertools.chain(*told)])
-        return links, typical_costs(told, links, copies_aside=self._copies_aside)
+        used = late or pairs
+        links = links_of([*itertools.chain(*used)])
+        return links, typical_costs(used, links, copies_aside=self._copies_aside)
 
     @property
     def left_seconds(self) -> float | None:
         """Seconds of an unmanaged step like the largest; ``None`` if there was none."""
-        whole = self.told_bytes(self.largest)
+        whole = self.asked_bytes(self.largest)
         left = [seconds for seconds, nbytes in self.left[1:] if _is_alike(nbytes, whole)]
         return typical(left) if left else None
 
@@ -178,7 +178,7 @@ class FirstSteps:
         if self._sampled is None:
             return 0
         peak_bytes, nbytes = self._sampled
-        return peak_bytes if _is_alike(nbytes, self.told_bytes(self.largest)) else 0
+        return peak_bytes if _is_alike(nbytes, self.asked_bytes(self.largest)) else 0
 
 
 def _is_alike(left_bytes: int, moved_bytes: int) -> bool:

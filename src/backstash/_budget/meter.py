@@ -41,14 +41,14 @@ class Measured:
     began: float
     """Start, in seconds of the device's own time."""
     ended: float
-    told: list[tuple[Any, ...]]
+    events: list[tuple[Any, ...]]
     """Events as in the event log, in order, with the device's times."""
     samples: list[Sample]
     """Samples of the memory, in order, with the device's times."""
     known_peak_bytes: int = 0
     """Most bytes held, if a source better than the samples knows it; else 0."""
     looking_seconds: float = 0.0
-    """Seconds that only a measured step takes; they are also in ``told``, as waits."""
+    """Seconds that only a measured step takes; they are also in ``events``, as waits."""
 
 
 class Meter(ABC):
@@ -84,7 +84,7 @@ class Meter(ABC):
         is unknown."""
 
     @abstractmethod
-    def hear(self, told: tuple[Any, ...]) -> None:
+    def note(self, event: tuple[Any, ...]) -> None:
         """Record an event of a measured step, see :meth:`EventLog.start`."""
 
     @abstractmethod
@@ -104,7 +104,7 @@ class Meter(ABC):
     def resume(self, paused: Any) -> float:
         """End a :meth:`pause`. Return its seconds; a host that is ahead waits for the device."""
 
-    def anew_seconds(self, nbytes: int) -> float:
+    def fault_seconds(self, nbytes: int) -> float:
         """Return the seconds that a step takes to allocate this many bytes again that were returned to the
         system."""
         return 0.0
@@ -194,7 +194,7 @@ class ProcessMeter(Meter):
     def __init__(self, ours: Callable[[], int] = int) -> None:
         super().__init__(ours)
         self._page_bytes = os.sysconf("SC_PAGE_SIZE")
-        self._told: deque[tuple[Any, ...]] = deque()
+        self._events: deque[tuple[Any, ...]] = deque()
         self._began = self._ended = 0.0  # of the last step, at whose end this one begins
         self._faults = 0  # page faults of the step before
         self._faults_before = _page_faults()  # total before this step
@@ -229,7 +229,7 @@ class ProcessMeter(Meter):
         self._faults = self._faults_before - faults
         self._began, self._ended = self._ended, self.mark()[0]
         if not self.is_sampling:  # no one takes them
-            self._told.clear()
+            self._events.clear()
             self._samples.clear()
         seconds = self._ended - self._began if self._began else 0.0
         self._interval_seconds = min(
@@ -250,9 +250,9 @@ class ProcessMeter(Meter):
         """See :meth:`Meter.ever_peak_bytes`."""
         return max(self._peak_bytes, _peak_bytes())
 
-    def hear(self, told: tuple[Any, ...]) -> None:
-        """See :meth:`Meter.hear`."""
-        self._told.append(told)
+    def note(self, event: tuple[Any, ...]) -> None:
+        """See :meth:`Meter.note`."""
+        self._events.append(event)
 
     def hook_begins(self) -> float:
         """See :meth:`Meter.hook_begins`."""
@@ -260,7 +260,7 @@ class ProcessMeter(Meter):
 
     def hook_took(self, kind: str, began: float) -> None:
         """See :meth:`Meter.hook_took`."""
-        self.hear((kind, began, time.perf_counter() - began, 0, -1))
+        self.note((kind, began, time.perf_counter() - began, 0, -1))
 
     def pause(self) -> float:
         """See :meth:`Meter.pause`."""
@@ -269,11 +269,11 @@ class ProcessMeter(Meter):
     def resume(self, paused: float) -> float:
         """See :meth:`Meter.resume`. Recorded as a wait."""
         seconds = time.perf_counter() - paused
-        self.hear(("stall", paused, seconds, 0, -1))
+        self.note(("stall", paused, seconds, 0, -1))
         return seconds
 
-    def anew_seconds(self, nbytes: int) -> float:
-        """See :meth:`Meter.anew_seconds`: the current time of a page fault at a first touch, for at most as
+    def fault_seconds(self, nbytes: int) -> float:
+        """See :meth:`Meter.fault_seconds`: the current time of a page fault at a first touch, for at most as
         many faults as the step had."""
         with mmap.mmap(-1, _TRIED_BYTES) as memory:
             began = time.perf_counter()
@@ -288,8 +288,8 @@ class ProcessMeter(Meter):
 
     def take(self) -> Measured:
         """See :meth:`Meter.take`."""
-        told = taken(self._told)
-        measured = Measured(self._began, self._ended, told, self._take_samples())
+        events = taken(self._events)
+        measured = Measured(self._began, self._ended, events, self._take_samples())
         self.mark()
         return measured
 

@@ -54,7 +54,7 @@ from .guard import MemoryGuard
 from .limits import Limits
 from .meter import Meter, ProcessMeter, Sample
 from .planned import Planned, RecomputedRegion
-from .record import Costs, StepRecord, beside_left, links_of, trace_of
+from .record import Costs, StepRecord, compared_with_unmanaged, links_of, trace_of
 from .recording import StepRecording
 from .shape import StepShape
 from .solving import Kept, Solving, left_alone
@@ -129,7 +129,7 @@ class Planner(Controller):
         self._links, self._costs = Links(0.0, 0.0), Costs()
         self._corrections = Corrections()
         self._plain: StepFigures | None = None  # as the plan's trace says
-        self._anew_bytes = 0  # returned to the system before this step
+        self._returned_bytes = 0  # returned to the system before this step
         self._recording_seconds = 0.0  # of recording operations, not yet in any block's price
         self._reports = BudgetReports(self._budget, self._named, strict=strict)
         self.notes = self._reports.notes
@@ -211,7 +211,7 @@ class Planner(Controller):
         looked_bytes = self._guard.take_highest()
         highest_bytes = max(looked_bytes, self._guard.late_bytes())
         is_left = self.follower.plan.state == "left alone"
-        anew_bytes, self._anew_bytes = self._anew_bytes, 0
+        returned_bytes, self._returned_bytes = self._returned_bytes, 0
         must_give_back = self._guard.must_free_at_start(always=recording.is_on and not is_left)
         if self._first_steps.mode == "left":
             self._meter.resume(
@@ -221,7 +221,7 @@ class Planner(Controller):
             self._give_back()
         seconds = self._meter.begin_step()
         self._guard.begin_step()
-        record = recording.end_step(anew_bytes) if recording.is_on else None
+        record = recording.end_step(returned_bytes) if recording.is_on else None
         if recording.is_on and not self._meter.is_sampling:  # the first step of a forked process
             record = None
             recording.start()
@@ -271,7 +271,7 @@ class Planner(Controller):
         """
         paused, before = self._meter.pause(), self._meter.now()
         self._guard.trim()
-        self._anew_bytes = max(0, before - self._meter.now())
+        self._returned_bytes = max(0, before - self._meter.now())
         self._meter.resume(paused)
 
     def _measure(self, record: StepRecord | None, seconds: float, asked_bytes: int) -> None:
@@ -327,15 +327,15 @@ class Planner(Controller):
         self._recording.stop()
         first.mode = "all"
         self._links, self._costs = first.costs()
-        self._shape.begin_plan(first.told_bytes(first.largest))
-        costs = beside_left(self._costs, first.largest.blocks, first.left_seconds)
+        self._shape.begin_plan(first.asked_bytes(first.largest))
+        costs = compared_with_unmanaged(self._costs, first.largest.blocks, first.left_seconds)
         trace = self._traced(first.traced, self._links, costs, priced=first.largest)
         differs = 0
         if first.left_peak_bytes:
-            beside = first.left_peak_bytes - left_alone(trace)[1].forecast.peak_bytes
+            cached_bytes = first.left_peak_bytes - left_alone(trace)[1].forecast.peak_bytes
             # More than all saved bytes has another cause, for example an evaluation.
-            if abs(beside) <= _saved_by(trace):
-                trace = replace(trace, beside_left_bytes=beside)
+            if abs(cached_bytes) <= _saved_by(trace):
+                trace = replace(trace, beside_left_bytes=cached_bytes)
         if not first.learns:  # in that case some steps may hold more
             # On an accelerator the first of a pair held more for what it tried.
             for pair in first.alike() if self._device is None else ():
@@ -816,7 +816,7 @@ class Planner(Controller):
         assert self.regions is not None
         if not self.regions.is_recorded(forward, number):
             return False
-        self._meter.hear((kind, time.perf_counter(), 0.0, 0, number))
+        self._meter.note((kind, time.perf_counter(), 0.0, 0, number))
         return True
 
     def region_hook_begins(self) -> Any:
@@ -833,9 +833,9 @@ class Planner(Controller):
         the system; otherwise it would count as memory of later moments of the step."""
         self._meter.resume(paused)
         if self._device is None:
-            given_back_before = self._anew_bytes
+            given_back_before = self._returned_bytes
             self._give_back()
-            self._anew_bytes += given_back_before
+            self._returned_bytes += given_back_before
 
     def may_try(self, name: str) -> bool:
         """Whether a forward of this name may run twice now, to compare: once not everything fits, and if there

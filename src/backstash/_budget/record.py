@@ -48,7 +48,7 @@ class StepRecord:
     index."""
     stays: Stays = field(default_factory=dict)
     """See :func:`traced_regions`."""
-    anew_seconds: float = 0.0
+    fault_seconds: float = 0.0
     """Seconds spent allocating memory that was returned to the system in order to measure the step."""
 
     @property
@@ -61,8 +61,8 @@ class StepRecord:
         return self.measured.ended
 
     @property
-    def told(self) -> list[tuple[Any, ...]]:
-        return self.measured.told
+    def events(self) -> list[tuple[Any, ...]]:
+        return self.measured.events
 
     @property
     def samples(self) -> list[Sample]:
@@ -79,12 +79,12 @@ class StepRecord:
 
     @property
     def stall_seconds(self) -> float:
-        return float(sum(event[2] for event in self.told if event[0] == "stall"))
+        return float(sum(event[2] for event in self.events if event[0] == "stall"))
 
     @property
     def blocks(self) -> int:
         """Number of saved blocks."""
-        return sum(event[0] == "save" for event in self.told)
+        return sum(event[0] == "save" for event in self.events)
 
     def hook_seconds(self, kind: str) -> float:
         """Return the mean seconds of a hook (one of ``_HOOKS``) per block, without waits, and without the hook
@@ -96,25 +96,25 @@ class StepRecord:
 
     @property
     def computing_seconds(self) -> float:
-        """Seconds of the step without waits, hooks and ``anew_seconds``."""
+        """Seconds of the step without waits, hooks and ``fault_seconds``."""
         hooks = sum(own for event, own in _own_seconds(self) if event[0] in _OURS)
-        return max(0.0, self.seconds - self.stall_seconds - hooks - self.anew_seconds)
+        return max(0.0, self.seconds - self.stall_seconds - hooks - self.fault_seconds)
 
     @property
     def saved_bytes(self) -> int:
         """Bytes of the saved blocks."""
-        return sum(event[3] for event in self.told if event[0] == "save")
+        return sum(event[3] for event in self.events if event[0] == "save")
 
     @property
     def used_bytes(self) -> int:
         """Bytes of the saved tensors that backward used. A step that tries what recomputing costs saves more,
         which only its trials read."""
-        return sum(event[3] for event in self.told if event[0] == "use")
+        return sum(event[3] for event in self.events if event[0] == "use")
 
     @property
     def moved_bytes(self) -> int:
         """Bytes transferred, both directions together."""
-        return sum(event[3] for event in self.told if event[0] in _TRANSFERS)
+        return sum(event[3] for event in self.events if event[0] in _TRANSFERS)
 
     @property
     def peak_bytes(self) -> int:
@@ -127,7 +127,7 @@ class StepRecord:
         after that. If the device knows its own peak, that one."""
         known = self.measured.known_peak_bytes
         # A block's death is reported at the next call, which may be in the next step.
-        last = max((event[1] for event in self.told if event[0] == "use"), default=self.ended)
+        last = max((event[1] for event in self.events if event[0] == "use"), default=self.ended)
         return known or max((held for at, held, _ in self.samples if at <= last), default=0)
 
 
@@ -139,7 +139,7 @@ def _own_seconds(record: StepRecord) -> Iterator[tuple[tuple[Any, ...], float]]:
     """
     waits: list[tuple[float, float]] = []
     hooks: list[tuple[float, float]] = []
-    for event in record.told:
+    for event in record.events:
         kind, start, duration, *_ = event
         if start < record.began:
             start, duration = record.began, max(0.0, start + duration - record.began)
@@ -168,7 +168,7 @@ def links_of(records: list[StepRecord]) -> Links:
             until = -math.inf
             spans = sorted(
                 (event[1], event[1] + event[2], event[3])
-                for event in record.told
+                for event in record.events
                 if event[0] == kind and event[2] > 0
             )
             for start, end, nbytes in spans:
@@ -191,11 +191,11 @@ class Costs:
     """In the hooks, for a block that moves: at its save and at its use."""
     computing_seconds: float | None = None
     """Seconds of a step without all of this; ``None``: as in the record at hand."""
-    anew_seconds: float = 0.0
-    """See :class:`Trace`."""
+    fault_seconds: float = 0.0
+    """See :attr:`Trace.anew_seconds`."""
     left_seconds: float | None = None
     """See :class:`Trace`."""
-    beside_each: float = 0.0
+    extra_each: float = 0.0
     """Outside the hooks, per block: half at its save and half at its use."""
 
 
@@ -251,17 +251,19 @@ def typical_costs(
     computing = [
         [each.computing_seconds - per_byte * each.moved_bytes for each in pair] for pair in pairs
     ]
-    told = min(computing[0]) if len(pairs) == 1 else typical([*itertools.chain(*computing)])
+    computing_time = (
+        min(computing[0]) if len(pairs) == 1 else typical([*itertools.chain(*computing)])
+    )
     kept, moved = (
         (typical([save for save, _ in way]), typical([use for _, use in way]))
         for way in ([each.kept for each in found], [each.moved for each in found])
     )
     # In the first of a pair, trials may have returned memory to the system more often.
-    anew = typical([part.anew_seconds for _, part in pairs])
-    return Costs(per_byte, kept, moved, max(0.0, told), anew)
+    faults = typical([part.fault_seconds for _, part in pairs])
+    return Costs(per_byte, kept, moved, max(0.0, computing_time), faults)
 
 
-def beside_left(costs: Costs, blocks: int, left_seconds: float | None) -> Costs:
+def compared_with_unmanaged(costs: Costs, blocks: int, left_seconds: float | None) -> Costs:
     """Return the same costs, given that an unmanaged step took ``left_seconds``; ``None``: there was none.
 
     This becomes the computing time of a step, so that no plan is predicted to take less. The longer computing
@@ -274,7 +276,7 @@ def beside_left(costs: Costs, blocks: int, left_seconds: float | None) -> Costs:
     computing = left_seconds if costs.computing_seconds is None else costs.computing_seconds
     each = max(0.0, computing - left_seconds) / max(1, blocks)
     return replace(
-        costs, beside_each=each, computing_seconds=left_seconds, left_seconds=left_seconds
+        costs, extra_each=each, computing_seconds=left_seconds, left_seconds=left_seconds
     )
 
 
@@ -288,7 +290,7 @@ class _TimeAside:
     def __init__(self, record: StepRecord) -> None:
         spans = sorted(
             (max(record.began, start), start + duration)
-            for kind, start, duration, *_ in record.told
+            for kind, start, duration, *_ in record.events
             if kind == "stall" or kind in _OURS
         )
         self._ends: list[float] = []  # of spans that do not overlap
@@ -325,7 +327,7 @@ class _Intervals:
         self._owed = 0.0
         self._peak = self._peak_before = 0
 
-    def tell(self, transferred_bytes: int) -> None:
+    def add_transferred(self, transferred_bytes: int) -> None:
         """Add bytes that moved in this interval."""
         self._transferred += transferred_bytes
 
@@ -376,7 +378,7 @@ class _Events:
         self._record, self._costs, self._tier, self._offers = record, costs, tier, offers
         saved = [
             event[4]
-            for event in record.told
+            for event in record.events
             if event[0] == "save" and event[4] not in record.copies
         ]
         self._saves_each = sum(record.saves.get(each, 1) for each in saved) / max(1, len(saved))
@@ -390,14 +392,14 @@ class _Events:
     def read(self, intervals: _Intervals) -> None:
         """Read the step to its last event."""
         record = self._record
-        for kind, start, _, nbytes, number, *_rest in record.told:
+        for kind, start, _, nbytes, number, *_rest in record.events:
             if kind in _BOUNDS:
                 if number < len(record.forwards):
                     at = intervals.computed + max(0.0, intervals.seconds(start))
                     forward = record.forwards[number]
                     forward.seconds = at if kind == "enter" else max(0.0, at - forward.seconds)
                 continue
-            intervals.tell(nbytes if kind in _TRANSFERS else 0)
+            intervals.add_transferred(nbytes if kind in _TRANSFERS else 0)
             if kind not in _OURS:
                 intervals.look(start)
             if kind in _KINDS and number not in record.copies and self._is_first(kind, number):
@@ -425,7 +427,7 @@ class _Events:
 
     def use_seconds(self, at: int) -> float:
         """Return the hooks' seconds at the use of a block that stays."""
-        return self._parts[at] * self._costs.kept[1] + self._costs.beside_each / 2
+        return self._parts[at] * self._costs.kept[1] + self._costs.extra_each / 2
 
 
 def trace_of(
@@ -465,7 +467,7 @@ def trace_of(
     regions = tuple(  # the hooks still run for what it saves
         replace(
             each,
-            save_seconds=each.save_seconds + len(each.members) * costs.beside_each / 2,
+            save_seconds=each.save_seconds + len(each.members) * costs.extra_each / 2,
             use_seconds=each.use_seconds
             + sum(events.use_seconds(member) for member in each.members),
         )
@@ -479,7 +481,7 @@ def trace_of(
         intervals.other_bytes,
         runs_ahead,
         regions,
-        costs.anew_seconds,
+        costs.fault_seconds,
         costs.left_seconds,
     )
 
@@ -497,7 +499,7 @@ def _options(
         part: weight of the block in the hooks, by how often it was saved; 1 is the mean.
     """
     (kept_save, kept_use), (moved_save, moved_use) = costs.kept, costs.moved
-    save, use = (part * each + costs.beside_each / 2 for each in costs.kept)
+    save, use = (part * each + costs.extra_each / 2 for each in costs.kept)
     transfer = costs.per_moved_byte * nbytes
     return {
         "keep": Option(nbytes, save, use),

@@ -56,7 +56,7 @@ class StepRecording:
             self._regions.take()
         if not self.is_on:
             self.is_on = True
-            self._event_log.start(self._hear)
+            self._event_log.start(self._note_event)
         self._meter.start()
 
     @property
@@ -68,7 +68,7 @@ class StepRecording:
         """Stop measuring. A second call does nothing."""
         if self.is_on:
             self.is_on = False
-            self._event_log.stop(self._hear)
+            self._event_log.stop(self._note_event)
         self._meter.stop()
 
     def end(self) -> None:
@@ -108,8 +108,8 @@ class StepRecording:
             if self._regions is not None:
                 self._regions.saved_again(serial)
 
-    def end_step(self, anew_bytes: int) -> StepRecord:
-        """Return the record of the ended step, which had to allocate up to ``anew_bytes`` again from the
+    def end_step(self, returned_bytes: int) -> StepRecord:
+        """Return the record of the ended step, which had to allocate up to ``returned_bytes`` again from the
         system."""
         regions = self._regions
         record = StepRecord(
@@ -123,19 +123,19 @@ class StepRecording:
             regions.all_stays if regions is not None else {},
         )
         grown = record.peak_bytes - record.samples[0][1] if record.samples else 0
-        record.anew_seconds = self._meter.anew_seconds(min(anew_bytes, max(0, grown)))
+        record.fault_seconds = self._meter.fault_seconds(min(returned_bytes, max(0, grown)))
         return record
 
-    def _hear(self, told: tuple[Any, ...]) -> None:
+    def _note_event(self, event: tuple[Any, ...]) -> None:
         """See :meth:`EventLog.start`."""
-        if told[0] in _OF_BLOCKS and told[4] not in self._groups:
+        if event[0] in _OF_BLOCKS and event[4] not in self._groups:
             return  # of another device, or of an earlier step
-        self._meter.hear(told)
+        self._meter.note(event)
         if not self.gives_back:
             return
-        if told[0] == "free":
-            self._freed_bytes += told[3]
-        elif told[0] == "use" and self._freed_bytes >= _GIVEN_BACK_BYTES:
+        if event[0] == "free":
+            self._freed_bytes += event[3]
+        elif event[0] == "use" and self._freed_bytes >= _GIVEN_BACK_BYTES:
             self._freed_bytes, paused = 0, self._meter.pause()
             self._guard.trim()
             self._meter.resume(paused)

@@ -97,11 +97,11 @@ class Recording:
         self._event_log = event_log
         self._limit = limit
         self._raw: deque[tuple[Any, ...]] = deque()
-        event_log.start(self._hear)
+        event_log.start(self._note_event)
 
-    def _hear(self, told: tuple[Any, ...]) -> None:
+    def _note_event(self, event: tuple[Any, ...]) -> None:
         if not self.full:
-            self._raw.append(told)
+            self._raw.append(event)
         if self.full:
             self.remove()
 
@@ -124,7 +124,7 @@ class Recording:
 
     def remove(self) -> None:
         """End the recording and keep its events. A second call does nothing."""
-        self._event_log.stop(self._hear)
+        self._event_log.stop(self._note_event)
 
     def __enter__(self) -> Recording:
         return self
@@ -180,6 +180,6 @@ class EventLog:
         now = time.perf_counter()
         start = now if began is None else began
         thread = threading.get_ident()
-        told = (kind, start, now - start, nbytes, block, module, cause, thread, *self.levels())
+        event = (kind, start, now - start, nbytes, block, module, cause, thread, *self.levels())
         for listener in self._listeners.copy():
-            listener(told)
+            listener(event)

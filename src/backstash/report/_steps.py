@@ -43,8 +43,8 @@ class StepMarks:
         self._leader: weakref.ref[Any] | None = None
         self._handle: Any = None
         if optimizers:
-            heard = functools.partial(_hear, weakref.ref(self))
-            self._handle = torch_optimizer.register_optimizer_step_post_hook(heard)
+            hook = functools.partial(_optimizer_stepped, weakref.ref(self))
+            self._handle = torch_optimizer.register_optimizer_step_post_hook(hook)
 
     def mark(self, label: str = "") -> None:
         """End a step now. ``label`` is its name; the default is its number, from 1."""
@@ -67,7 +67,9 @@ class StepMarks:
 
 
 @not_compiled  # compiling it would warn about the clock
-def _hear(marks: weakref.ref[StepMarks], optimizer: Any, args: Any, kwargs: Any) -> None:
+def _optimizer_stepped(
+    marks: weakref.ref[StepMarks], optimizer: Any, args: Any, kwargs: Any
+) -> None:
     alive = marks()
     if alive is not None:
         alive.heard(optimizer)
