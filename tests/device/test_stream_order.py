@@ -200,14 +200,14 @@ class Played(Accelerator):
     def mark(self, storage: Any, made_on: Any) -> Any:
         mark: Any = super().mark(storage, made_on)
         before, self.model.current = self.model.current, made_on
-        self.model.allocated(mark.told)
+        self.model.allocated(mark.digest)
         self.model.current = before
         mark.event = made_on.record_event()
         return mark
 
     def compare(self, mark: Any, storage: Any, first: int = 0, nbytes: int = -1) -> Any:
         check = super().compare(mark, storage, first, nbytes)
-        model, memory = self.model, self.model.of(mark.told)
+        model, memory = self.model, self.model.of(mark.digest)
         known = model.comes_after(model.current.clock, memory.uses[0])
         model.check(known, "compared with what was not yet made")
         memory.uses.append(model.current.work())

@@ -62,18 +62,18 @@ _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the proces
 class _Mark:
     """The fingerprint of a storage at an event of a stream."""
 
-    __slots__ = ("event", "told")
+    __slots__ = ("digest", "event")
 
-    def __init__(self, told: Tensor, event: Any) -> None:
-        self.told = told
+    def __init__(self, digest: Tensor, event: Any) -> None:
+        self.digest = digest
         self.event = event
 
 
 class _Comparison(Check):
-    __slots__ = ("_reader", "event", "told")
+    __slots__ = ("_reader", "event", "result")
 
-    def __init__(self, told: Tensor, event: Any, reader: Any) -> None:
-        self.told = told
+    def __init__(self, result: Tensor, event: Any, reader: Any) -> None:
+        self.result = result
         self.event = event
         self._reader = reader  # a stream that does not compute, and its lock
 
@@ -81,7 +81,7 @@ class _Comparison(Check):
         stream, lock = self._reader
         with lock, stream:  # a stream object itself stores which stream was current before
             stream.wait_event(self.event)
-            return bool(self.told)
+            return bool(self.result)
 
 
 class Accelerator(Device):
@@ -305,11 +305,11 @@ class Accelerator(Device):
         try:
             now = self.sums(storage, first, nbytes)
             stream.wait_event(mark.event)
-            self.record_stream(mark.told, stream)
-            told = (now != mark.told).any()
+            self.record_stream(mark.digest, stream)
+            result = (now != mark.digest).any()
         except RuntimeError:
             return None
-        return _Comparison(told, stream.record_event(), self._asking)
+        return _Comparison(result, stream.record_event(), self._asking)
 
     def first_difference(self, checks: Sequence[Any]) -> int:
         """See :meth:`Device.first_difference`: all checks are read at once."""
@@ -317,7 +317,7 @@ class Accelerator(Device):
         with lock, stream:
             for check in checks:
                 stream.wait_event(check.event)
-            found: list[bool] = torch.stack([check.told for check in checks]).tolist()
+            found: list[bool] = torch.stack([check.result for check in checks]).tolist()
         return found.index(True) if True in found else -1
 
     def compare_marks(self, marks: Sequence[tuple[_Mark, _Mark]]) -> Check | None:
@@ -326,14 +326,14 @@ class Accelerator(Device):
         try:
             for mark in itertools.chain(*marks):
                 stream.wait_event(mark.event)
-                self.record_stream(mark.told, stream)
+                self.record_stream(mark.digest, stream)
             before, now = (
-                torch.cat([mark.told for mark in each]) for each in zip(*marks, strict=True)
+                torch.cat([mark.digest for mark in each]) for each in zip(*marks, strict=True)
             )
-            told = (now != before).any()
+            result = (now != before).any()
         except RuntimeError:
             return None
-        return _Comparison(told, stream.record_event(), self._asking)
+        return _Comparison(result, stream.record_event(), self._asking)
 
     def pin(self, memory: Tensor) -> str:
         """See :meth:`Device.pin`. Registers existing memory: exact in size, aligned to pages."""
@@ -457,11 +457,11 @@ class Accelerator(Device):
 
     @contextmanager
     def _noting(self, kind: str, stream: Any, nbytes: int) -> Iterator[None]:
-        told = self.on_time
+        report = self.on_time
         before = self._mark_on(stream)
         yield
-        if told is not None:
-            told(kind, before, self._mark_on(stream), nbytes)
+        if report is not None:
+            report(kind, before, self._mark_on(stream), nbytes)
 
     def timed(self, kind: str, stream: Any, nbytes: int = 0) -> AbstractContextManager[None]:
         """Return a context that reports the work given to ``stream`` to :attr:`Device.on_time`."""

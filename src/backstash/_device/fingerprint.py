@@ -144,9 +144,9 @@ def _is_right(made: ModuleType, device: torch.device) -> bool:
                 ours = table[:, row] * weights[which * columns : (which + 1) * columns]
                 total = total * weights[2 * columns + which] + ours
             expected.append((total.sum(1) * torch.tensor(factors[which], device="cpu")).sum())
-        told = torch.zeros(2, dtype=torch.int64, device=device)
-        made.add_sums(words.to(device), weights.to(device), told)
-        if not torch.equal(told.cpu(), torch.stack(expected)):
+        found = torch.zeros(2, dtype=torch.int64, device=device)
+        made.add_sums(words.to(device), weights.to(device), found)
+        if not torch.equal(found.cpu(), torch.stack(expected)):
             return False
     return True
 
@@ -156,9 +156,9 @@ def _sums_by_kernel(
 ) -> Tensor:
     words, rest = _words(storage, first, nbytes)
     weights, factors = _kernel_weights(storage.device, made.COLUMNS)
-    told = torch.full((2,), nbytes, dtype=torch.int64, device=storage.device)
-    made.add_sums(words, weights, told)
-    return told + (rest * factors[: len(rest)]).sum() if len(rest) else told
+    both = torch.full((2,), nbytes, dtype=torch.int64, device=storage.device)
+    made.add_sums(words, weights, both)
+    return both + (rest * factors[: len(rest)]).sum() if len(rest) else both
 
 
 def _words(storage: torch.UntypedStorage, first: int, nbytes: int) -> tuple[Tensor, Tensor]:
@@ -185,8 +185,8 @@ def _sums(storage: torch.UntypedStorage, first: int, nbytes: int) -> Tensor:
             del products  # so that the next ones reuse its memory
         more = words[squares.numel() :]
         words = torch.cat([*(each.view(-1).view(torch.int32) for each in found), more])
-    told = torch.cat([words, rest.to(torch.int32)])
-    return (told.to(torch.int64) * factors[:, : len(told)]).sum(1) + nbytes
+    last = torch.cat([words, rest.to(torch.int32)])
+    return (last.to(torch.int64) * factors[:, : len(last)]).sum(1) + nbytes
 
 
 def same_bytes(one: torch.UntypedStorage, other: torch.UntypedStorage) -> bool:

@@ -30,7 +30,7 @@ def _mixed(number):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _add_block(words, weights, told, count, columns: tl.constexpr, rows: tl.constexpr):  # type: ignore[no-untyped-def]
+def _add_block(words, weights, sums, count, columns: tl.constexpr, rows: tl.constexpr):  # type: ignore[no-untyped-def]
     block, column = tl.program_id(0), tl.arange(0, columns)
     first = block.to(tl.int64) * (columns * rows)
     one, other = tl.load(weights + column), tl.load(weights + columns + column)
@@ -46,8 +46,8 @@ def _add_block(words, weights, told, count, columns: tl.constexpr, rows: tl.cons
     number = (block.to(tl.int64) + key).to(tl.uint64)
     factor_of_one = _mixed(number).to(tl.int64)
     factor_of_other = _mixed(number ^ 0x9E3779B97F4A7C15).to(tl.int64)
-    tl.atomic_add(told, tl.sum(sum_of_one) * factor_of_one)
-    tl.atomic_add(told + 1, tl.sum(sum_of_other) * factor_of_other)
+    tl.atomic_add(sums, tl.sum(sum_of_one) * factor_of_one)
+    tl.atomic_add(sums + 1, tl.sum(sum_of_other) * factor_of_other)
 
 
 def factors_of(key: int, blocks: int) -> tuple[list[int], list[int]]:
@@ -63,14 +63,14 @@ def factors_of(key: int, blocks: int) -> tuple[list[int], list[int]]:
     return [mixed(each) for each in numbers], [mixed(each ^ 0x9E3779B97F4A7C15) for each in numbers]
 
 
-def add_sums(words: Tensor, weights: Tensor, told: Tensor) -> None:
-    """Add the two sums of ``words`` to ``told``, on the current stream.
+def add_sums(words: Tensor, weights: Tensor, sums: Tensor) -> None:
+    """Add the two sums of ``words`` to ``sums``, on the current stream.
 
     Args:
         words: 32-bit words, on the device.
         weights: two rows of odd 64-bit numbers, then one step for each, and a key.
-        told: two 64-bit integers.
+        sums: two 64-bit integers.
     """
     blocks = triton.cdiv(words.numel(), COLUMNS * ROWS)
     if blocks:
-        _add_block[(blocks,)](words, weights, told, words.numel(), COLUMNS, ROWS)
+        _add_block[(blocks,)](words, weights, sums, words.numel(), COLUMNS, ROWS)

@@ -247,7 +247,7 @@ class Call:
         held = Held(self, state, discard.place, tensor)
         held.needs = needs
         if self._discarded == self._sampled or self._is_thorough or tensor.is_cpu:
-            held.told = self._sample(tensor)
+            held.fingerprint = self._sample(tensor)
         else:
             self._discarded += 1
         which = state.number, discard.place
@@ -361,7 +361,7 @@ class Call:
             tape.note_discarded(number, state, held.place)
         if state.key in region.known:
             held.packed = None
-            held.told = self._sample(tensor)
+            held.fingerprint = self._sample(tensor)
             self._count_discarded(held)
         else:
             alias = tensor.detach()
@@ -485,7 +485,7 @@ class Call:
                 region.known.add(held.state.key)
                 if not self._keeps:
                     held.packed = None
-                    held.told = self._sample(alias)
+                    held.fingerprint = self._sample(alias)
                     self._count_discarded(held)
                 continue
             why = reason or _OTHER_BITS
@@ -543,8 +543,10 @@ class Call:
                 f"the tensors that {self.name} saved were discarded and cannot be recomputed: {error}"
             ) from error
         for each, value in zip(wanted, values, strict=True):
-            if each.told is not None:
-                region.compare(each.told, value, replayed_otherwise(self.name, tuple(each.shape)))
+            if each.fingerprint is not None:
+                region.compare(
+                    each.fingerprint, value, replayed_otherwise(self.name, tuple(each.shape))
+                )
         return [(value, value._version) for value in values]
 
 
@@ -747,15 +749,15 @@ class Region:
         at = number % -(-nbytes // _SAMPLED_ON_DEVICE) * _SAMPLED_ON_DEVICE
         return storage, low + at, min(_SAMPLED_ON_DEVICE, nbytes - at)
 
-    def compare(self, told: tuple[int, Any], value: Tensor, error: InplaceError) -> None:
+    def compare(self, sampled: tuple[int, Any], value: Tensor, error: InplaceError) -> None:
         """Raise ``error`` if ``value`` differs from the tensor that was sampled; on an accelerator when the
         backward ends."""
         tiers = self.tiers_of(value.device)
         if tiers is None or tiers.device is None:
-            if self.sample(value, told[0]) != told:
+            if self.sample(value, sampled[0]) != sampled:
                 raise error
             return
-        check = tiers.device.compare(told[1], *self._part(value, told[0]))
+        check = tiers.device.compare(sampled[1], *self._part(value, sampled[0]))
         if check is None:
             raise torch.OutOfMemoryError("no memory to compare a recomputed tensor")
         tiers.packer.ask_at_the_end(error, check)

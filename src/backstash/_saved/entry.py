@@ -180,6 +180,7 @@ class WrapperEntry:
         "context",
         "device",
         "dtype",
+        "fingerprints",
         "kind",
         "offsets",
         "others",
@@ -187,7 +188,6 @@ class WrapperEntry:
         "seen",
         "shape",
         "stride",
-        "told",
     )
 
     def __init__(self, tensor: Any, pack: Callable[[Tensor], object]) -> None:
@@ -197,7 +197,7 @@ class WrapperEntry:
         self.dtype = tensor.dtype
         self.device = tensor.device
         self.stride = tensor.stride()
-        self.told = _told(tensor)
+        self.fingerprints = _fingerprints_of(tensor)
         self.seen = [(weakref.ref(each), each._version) for each in _with_inner(tensor)]
         self.offsets = {name: _offset_of(part) for name, part in inner.items()}
         self.parts = {name: pack(part) for name, part in inner.items()}
@@ -226,7 +226,7 @@ class WrapperEntry:
             for each, (seen, version) in zip(now, self.seen, strict=True)
         ):
             return False
-        return self.told is not None and self.told == _told(tensor)
+        return self.fingerprints is not None and self.fingerprints == _fingerprints_of(tensor)
 
     def rebuild(self, unpack: Callable[[object], Tensor]) -> Tensor:
         """Return the wrapper, rebuilt around its unpacked inner tensors."""
@@ -246,18 +246,18 @@ def _with_inner(tensor: Any) -> Iterator[Tensor]:
             yield from _with_inner(part)
 
 
-def _told(tensor: Any) -> list[object] | None:
+def _fingerprints_of(tensor: Any) -> list[object] | None:
     """Return fingerprints of all inner tensors; ``None`` off the CPU, or if a dispatch mode would see it."""
     parts = [each for each in _with_inner(tensor) if not is_wrapper_subclass(each)]
     storages = [storage_of(each) for each in parts]
-    told = []
+    found = []
     if count_dispatch_modes() > 0:
         return None
     for storage in storages:
         if storage is None or storage.device.type != "cpu":
             return None
-        told.append(fingerprint(storage))
-    return told
+        found.append(fingerprint(storage))
+    return found
 
 
 def _offset_of(part: Tensor) -> int | None:

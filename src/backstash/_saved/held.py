@@ -24,6 +24,7 @@ class Held:
         "call",
         "device",
         "dtype",
+        "fingerprint",
         "made",
         "nbytes",
         "needs",
@@ -31,7 +32,6 @@ class Held:
         "place",
         "shape",
         "state",
-        "told",
         "used_in",
     )
 
@@ -43,7 +43,7 @@ class Held:
         """The result of the stash's pack hook, if the tensor was packed and not freed."""
         self.needs: Any = None
         """The operands of its replay."""
-        self.told: Any = None
+        self.fingerprint: Any = None
         """A fingerprint of some of its bytes, if one was taken."""
         self.made: Any = None
         """The recomputed tensor and its version, until it is used."""

@@ -74,9 +74,9 @@ class Making:
         out = self.root[self.low : self.low + self.nbytes]
         with without_function_modes(), without_dispatch(), torch.no_grad():
             derivation.make(self._given, out.view(derivation.dtype))
-            told = derivation.fingerprint
+            known = derivation.fingerprint
             storage = self.root.untyped_storage()
-            is_good = told is None or told == fingerprint(storage, self.low, self.nbytes)
+            is_good = known is None or known == fingerprint(storage, self.low, self.nbytes)
         if event_log.on:
             event_log.emit("decode", *facts, cause=derivation.where, began=began)
         self._given = None  # only at the end: after an interrupt the bytes are computed again

@@ -147,15 +147,15 @@ class Packer:
 
         Returns ``None``, or ``block`` itself if it cannot be freed and has to move.
         """
-        told: Any = None
+        digest: Any = None
         reason = self._reason_against(block, exact=True) or replay.reason_against(block)
         try:
             reason = reason or self._reason_to_doubt(block, replay)
             replay.sources = ()
             alias = block.placement.alias
             if not reason and alias is not None:
-                told = self._mark(alias.untyped_storage())
-                reason = "" if told is not None else "no memory to fingerprint it"
+                digest = self._mark(alias.untyped_storage())
+                reason = "" if digest is not None else "no memory to fingerprint it"
         except (torch.OutOfMemoryError, MemoryError):
             reason = "no memory to recompute it"
         if block.storage_version.changed:
@@ -165,8 +165,8 @@ class Packer:
             block.reduction = None
             return self._refuse(block, f"not recomputed: {reason}")
         if not block.saves.are_as_expected:
-            block.mark = Mark(told)
-        block.placement = Derived(replay.derivation(block, told))
+            block.mark = Mark(digest)
+        block.placement = Derived(replay.derivation(block, digest))
         self._made.has_derived = True
         self._resident.leave(block)
         self.recomputed_bytes += block.nbytes
@@ -258,10 +258,10 @@ class Packer:
             began = self._now()
             if self._mark(alias.untyped_storage()) is None:
                 return None
-            told_seconds = self._seconds_since(began)
+            mark_seconds = self._seconds_since(began)
         except (torch.OutOfMemoryError, MemoryError):
             return None
-        return Price(0, told_seconds, self._replay_seconds + told_seconds, block.nbytes)
+        return Price(0, mark_seconds, self._replay_seconds + mark_seconds, block.nbytes)
 
     def _is_first(self, *key: Any) -> bool:
         """Return whether an accelerator must still load the kernels for ``key``: do not time that."""

@@ -206,10 +206,10 @@ class CountedDevice(Accelerator):
         """See :meth:`Accelerator.sums`."""
         self.counts["kernels"] += 1
         self.given += 1
-        told = fingerprint(storage, first, nbytes)
-        if isinstance(told, bytes):
-            return torch.frombuffer(bytearray(told), dtype=torch.int64)
-        return torch.tensor(told, dtype=torch.int64)
+        found = fingerprint(storage, first, nbytes)
+        if isinstance(found, bytes):
+            return torch.frombuffer(bytearray(found), dtype=torch.int64)
+        return torch.tensor(found, dtype=torch.int64)
 
     def compare(
         self, mark: Any, storage: torch.UntypedStorage, first: int = 0, nbytes: int = -1

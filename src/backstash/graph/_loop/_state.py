@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._device.fingerprint import fingerprint as bytes_told
+from ..._device.fingerprint import fingerprint as storage_fingerprint
 from ..._torch.trees import tree_flatten, tree_unflatten
 from ...errors import UsageError
 from ...stash import Stash
@@ -106,10 +106,10 @@ class _Place:
 
 def fingerprint(values: Sequence[Any]) -> int:
     """Return a number that differs if a bit of ``values`` differs, except with a chance of 1 in 2**64."""
-    return hash(tuple(map(_told, values)))
+    return hash(tuple(map(_hashable, values)))
 
 
-def _told(value: Any) -> Any:
+def _hashable(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return repr(value)
     found = value.detach()
@@ -119,10 +119,10 @@ def _told(value: Any) -> Any:
         parts = [found.to_dense()]
     else:
         parts = [found]
-    return value.dtype, value.shape, value.requires_grad, *map(_bytes_told, parts)
+    return value.dtype, value.shape, value.requires_grad, *map(_bytes_fingerprint, parts)
 
 
-def _bytes_told(tensor: Tensor) -> object:
+def _bytes_fingerprint(tensor: Tensor) -> object:
     plain = tensor.resolve_conj().resolve_neg().contiguous().cpu()
     first = int(plain.storage_offset()) * plain.element_size()
-    return bytes_told(plain.untyped_storage(), first, plain.nbytes)
+    return storage_fingerprint(plain.untyped_storage(), first, plain.nbytes)
