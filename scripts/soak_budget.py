@@ -160,9 +160,7 @@ def gaps(disk: str) -> bool:
             seconds = solution.forecast.step_seconds
             if all(name == "keep" for name in solution.choices):
                 # What whole steps took that were left alone is not in the program, which counts them as others.
-                seconds += trace.beside_seconds(all_stay=False) - trace.beside_seconds(
-                    all_stay=True
-                )
+                seconds += trace.extra_seconds(all_stay=False) - trace.extra_seconds(all_stay=True)
             least_seconds = linear_program(trace, budget, largest)
             free.append(seconds / least_seconds - 1)
             # Where nothing fits beside full windows, the plan's are not full.

@@ -105,4 +105,4 @@ def linear_program(
     if found.status == 2:
         return math.inf
     assert found.status == 0
-    return trace.compute_seconds + trace.beside_seconds(all_stay=False) + found.fun - sum(looked)
+    return trace.compute_seconds + trace.extra_seconds(all_stay=False) + found.fun - sum(looked)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from backstash.cli import main
-from backstash.cli._ending import tell
+from backstash.cli._ending import write_results
 from backstash.cli._job_summary import job_summary, slowest
 from backstash.cli._rank_files import of_this_machine, ran_together
 from backstash.launcher import Job
@@ -160,7 +160,7 @@ def end(
     plan: dict[str, Any], capsys: pytest.CaptureFixture[str], found: dict[str, Any]
 ) -> list[str]:
     """What a rank says when it ends with these figures."""
-    tell(plan, Job(**found["job"]), found, None)
+    write_results(plan, Job(**found["job"]), found, None)
     return capsys.readouterr().err.splitlines()
 
 

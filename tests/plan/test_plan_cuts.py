@@ -226,5 +226,5 @@ def test_a_part_of_each_module_is_recomputed(monkeypatch, tmp_path, stays, opera
             assert loaded.stats().recomputed_bytes - before == region.nbytes
             for each in plan.classes:
                 held = sum(n for name, n in each.choices if name not in ("region", "left"))
-                assert loaded._planner.follower.choices._met[each.name] == held, each.name
+                assert loaded._planner.follower.choices._encountered[each.name] == held, each.name
     loaded.close()

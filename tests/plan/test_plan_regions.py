@@ -267,7 +267,7 @@ def test_a_plan_with_regions_is_followed_from_a_file(memory, tmp_path):
             )
             for each in plan.classes:  # what is held until a forward was compared, is none of them
                 held = sum(n for name, n in each.choices if name not in ("region", "left"))
-                assert again._planner.follower.choices._met[each.name] == held
+                assert again._planner.follower.choices._encountered[each.name] == held
             if number:  # in the first, each is tried first, and what it saves moves meanwhile
                 assert after.written_bytes == before.written_bytes
                 assert memory.peaks[0] <= budget
@@ -472,7 +472,7 @@ def test_what_a_refused_region_saves_moves(memory, tmp_path):
 
 def test_what_the_plan_does_not_know_runs_again_unless_it_was_measured():
     regions = Regions()
-    regions.meet("seen.*")
+    regions.note_name("seen.*")
     regions.follow({"some.*": ["region", "once"]}, {("some.*", 1): frozenset([3])})
     assert regions.runs_again("new.*", 5)
     assert not regions.runs_again("seen.*", 0)

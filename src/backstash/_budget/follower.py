@@ -249,7 +249,7 @@ class Follower:
         """Return what to do with the forward, once its inputs are packed."""
         assert self._regions is not None
         if self._shape.is_larger or self.choices is None:
-            self._regions.meet(name)
+            self._regions.note_name(name)
             return TRACED if self._recording.is_on else ONCE
         if self.plan.state == "left alone":
             return ONCE

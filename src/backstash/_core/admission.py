@@ -507,7 +507,7 @@ class Admission:
         gone: Block | None,
     ) -> Entry | None:
         """Return an entry for a copy of the part that ``tensor`` needs, or ``None`` to hold the storage."""
-        share = nbytes // 2 if _is_apart(tensor) else (nbytes - 1) // 4
+        share = nbytes // 2 if _is_separate(tensor) else (nbytes - 1) // 4
         if gone is None and (parted is not None or _needs_more_than(tensor, share)):
             return None
         region = StridedRegion(tensor)
@@ -589,7 +589,9 @@ class Admission:
                 block.stream = tiers.device.stream()
             version.origin = origin
             # A part of a storage whose other parts are saved separately counts like a whole storage.
-            is_part = _is_apart(tensor) and region.nbytes * _MOST_PARTS >= self._session.min_bytes
+            is_part = (
+                _is_separate(tensor) and region.nbytes * _MOST_PARTS >= self._session.min_bytes
+            )
             if region.nbytes >= self._session.min_bytes or choice.tier or is_part:
                 self._admit(block, tensor, thread_state, modules, tiers, choice, gone)
             else:
@@ -652,7 +654,7 @@ class Admission:
         find a difference.
         """
         nbytes = storage.nbytes()
-        if tiers.device is not None or choice != _DEFAULT or not _is_apart(tensor):
+        if tiers.device is not None or choice != _DEFAULT or not _is_separate(tensor):
             return None
         if not nbytes // _MOST_PARTS <= tensor.nbytes <= nbytes // 2:
             return None
@@ -1000,7 +1002,7 @@ def _may_be_being_filled(tensor: Tensor) -> bool:
     return not (tensor if base is None else base).requires_grad
 
 
-def _is_apart(tensor: Tensor) -> bool:
+def _is_separate(tensor: Tensor) -> bool:
     """Return whether autograd made ``tensor`` and does not treat it as a view. If it is a part of its storage,
     the other parts have their own version counters, as the gates of an LSTM cell on the CPU do."""
     return tensor._base is None and tensor.requires_grad

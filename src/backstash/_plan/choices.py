@@ -76,13 +76,13 @@ class Choices:
         self._alike: dict[str, list[str]] = {}  # by operation and size
         for name in self._of:
             self._alike.setdefault(_without_module(name)[1], []).append(name)
-        self._met: Counter[str] = Counter()
+        self._encountered: Counter[str] = Counter()
         self.matched = 0
         """Number of blocks so far whose class, with its size, the plan knows."""
 
     def begin_step(self) -> None:
         """Begin a step, in which nothing was saved yet."""
-        self._met.clear()
+        self._encountered.clear()
 
     def next(self, name: str, *, of_any_size: bool = False) -> str | None:
         """Return the choice for the next block of a class.
@@ -95,13 +95,13 @@ class Choices:
                 that differs only in size. A mixture of experts saves blocks of other sizes in each step.
         """
         anyhow = _without_size(name)
-        met = self._met
-        counted, at = met.get(anyhow, 0), met.get(name, 0)
-        met[anyhow], met[name] = counted + 1, at + 1
+        encountered = self._encountered
+        counted, at = encountered.get(anyhow, 0), encountered.get(name, 0)
+        encountered[anyhow], encountered[name] = counted + 1, at + 1
         choices = self._of.get(name)
         if choices is None and (other := self._of_another_module(name)) is not None:
-            name, at = other, self._met[other]
-            self._met[other] = at + 1
+            name, at = other, self._encountered[other]
+            self._encountered[other] = at + 1
             choices = self._of[other]
         if choices is not None:
             self.matched += 1
@@ -125,7 +125,7 @@ class Choices:
         found = None
         for other in self._alike.get(rest, ()) if self.matched else ():
             around = _without_module(other)[0]
-            if self._met[other] < len(self._of[other]) and _are_nested(path, around):
+            if self._encountered[other] < len(self._of[other]) and _are_nested(path, around):
                 if around == path:
                     return other
                 found = found or other

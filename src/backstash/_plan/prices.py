@@ -66,13 +66,13 @@ def _cheapest(table: Table, memory_prices: list[float], per_moved_byte: float) -
             take(group, cheapest[1], group.count)
     for composite in table.composites:
         count = len(composite.regions)
-        apart = sum(number * prices[group] for group, number in composite.parts)
+        separately = sum(number * prices[group] for group, number in composite.parts)
         as_one = composite.seconds + sum(
             price * nbytes for price, nbytes in zip(memory_prices, composite.returned, strict=True)
         )
-        turn.again.append(as_one < apart)
-        turn.cost += count * min(as_one, apart)
-        if as_one < apart:
+        turn.again.append(as_one < separately)
+        turn.cost += count * min(as_one, separately)
+        if as_one < separately:
             for index, nbytes in enumerate(composite.returned):
                 turn.used[index] += count * nbytes
         else:
@@ -133,7 +133,7 @@ def by_prices(problem: Problem, windows: Windows, first: int) -> tuple[float, li
         moments.append(outcome.peak_moment)
     for runs in (False, True) if problem.regions else (False,):
         candidates.append(Candidate(holding_least(problem, again=runs), link_seconds))
-    return trace.compute_seconds + trace.beside_seconds(all_stay=False) + max(
+    return trace.compute_seconds + trace.extra_seconds(all_stay=False) + max(
         0.0, best_bound
     ), candidates
 

@@ -203,7 +203,7 @@ class Regions:
         """Return the most bytes that a recorded forward of this name saved."""
         return self._bytes.get(name, 0)
 
-    def meet(self, name: str) -> None:
+    def note_name(self, name: str) -> None:
         """Record that a measured step has a forward of this name, which may still be refused."""
         self._known.add(name)
 
@@ -305,7 +305,7 @@ def traced_regions(
         )
         if not each.can_run_again or not members:
             continue
-        beside = sum(blocks[index[block]].nbytes for block in kept if block in index)
+        extra = sum(blocks[index[block]].nbytes for block in kept if block in index)
         inputs = tuple(sorted({index[block] for block in each.inputs if block in index}))
         found.append(
             TracedRegion(
@@ -313,7 +313,7 @@ def traced_regions(
                 tuple(members),
                 0.0,
                 _again_seconds(each, graph, size),
-                beside,
+                extra,
                 each.index,
                 each.small_bytes,
                 inputs,

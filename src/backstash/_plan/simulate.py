@@ -84,7 +84,7 @@ def simulate(
         each.resident_bytes == least.resident_bytes
         for each, least in zip(choices, trace.left_alone(), strict=True)
     )
-    clock = trace.beside_seconds(all_stay=all_stay)
+    clock = trace.extra_seconds(all_stay=all_stay)
     resident = inflight = ahead = resident_peak = 0
     peak, peak_moment = 0, 0
     writing: deque[tuple[float, int]] = deque()  # (its end, its block), oldest first

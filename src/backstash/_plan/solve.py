@@ -86,7 +86,7 @@ def solve(
         max(tried[-1].prefetch_bytes, best.windows.prefetch_bytes),
     )
     bound, _ = by_prices(Problem(_left(trace), budget, names), widest, plain.peak_moment)
-    forecast = _with_what_is_kept_beside(trace, best.forecast, plain, budget)
+    forecast = _with_cached_memory(trace, best.forecast, plain, budget)
     left_after = problem.left_after(best.choices)
     return replace(best, forecast=forecast, bound_seconds=bound, left_after=left_after)
 
@@ -156,16 +156,14 @@ def _swapped(
     return swapped
 
 
-def _with_what_is_kept_beside(
-    trace: Trace, forecast: Forecast, plain: Forecast, budget: int
-) -> Forecast:
+def _with_cached_memory(trace: Trace, forecast: Forecast, plain: Forecast, budget: int) -> Forecast:
     """Add the memory that the allocator caches, in proportion to the tensors that stay, up to the budget. It
     rules out no choice: near the budget the allocator frees it."""
     if not trace.beside_left_bytes:
         return forecast
     of_all = max(1, plain.resident_peak_bytes)
-    beside = trace.beside_left_bytes * forecast.resident_peak_bytes // of_all
-    peak_bytes = max(forecast.peak_bytes, min(budget, forecast.peak_bytes + beside))
+    cached_bytes = trace.beside_left_bytes * forecast.resident_peak_bytes // of_all
+    peak_bytes = max(forecast.peak_bytes, min(budget, forecast.peak_bytes + cached_bytes))
     return replace(forecast, peak_bytes=peak_bytes)
 
 

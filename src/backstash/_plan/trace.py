@@ -173,7 +173,7 @@ class Trace:
         """Seconds of the step if no block was moved."""
         return sum(moment.seconds for moment in self.moments) + self.tail_seconds
 
-    def beside_seconds(self, *, all_stay: bool) -> float:
+    def extra_seconds(self, *, all_stay: bool) -> float:
         """Return the seconds of a step that the moments and options do not include."""
         if not all_stay:
             return self.anew_seconds

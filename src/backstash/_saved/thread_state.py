@@ -80,6 +80,7 @@ class ThreadState:
         "operation",
         "parameter_bytes",
         "parameter_saves",
+        "reported_bytes",
         "saves",
         "scopes",
         "small_bytes",
@@ -87,7 +88,6 @@ class ThreadState:
         "tape",
         "thread",
         "times_off",
-        "told_bytes",
         "waiting",
     )
 
@@ -115,7 +115,7 @@ class ThreadState:
         self.fitting_storages: deque[int] = deque(maxlen=8)
         """The latest storages saved without a block: saving one again takes no more memory."""
         self.times_off, self.off_pass = 0, -1  # and the last pass in which hooks were removed
-        self.large_bytes = self.told_bytes = 0  # without small storages; and those reported
+        self.large_bytes = self.reported_bytes = 0  # without small storages; and those reported
         self.may_leave(-1)
 
     def may_leave(self, nbytes: int, device: torch.device | None = None, until: int = 0) -> None:
@@ -135,13 +135,13 @@ class ThreadState:
     def uncounted_bytes(self) -> int:
         """Return the bytes of storages, without small ones, that were saved since the last call. A storage
         that was saved twice counts twice."""
-        told, self.told_bytes = self.told_bytes, self.large_bytes
-        return self.large_bytes - told
+        before, self.reported_bytes = self.reported_bytes, self.large_bytes
+        return self.large_bytes - before
 
     def leave_out(self, nbytes: int) -> None:
         """Leave this much out of :meth:`uncounted_bytes`: the stash holds it for a replay, and the program did
         not save it. If negative, include it."""
-        self.told_bytes += nbytes
+        self.reported_bytes += nbytes
 
     @property
     def counts(self) -> Counts:

@@ -56,7 +56,7 @@ class AheadSet:
         self._window = WeakQueue[Any](_is_loaded)  # oldest first
         self._again = WeakQueue[Block](_is_for_another)  # oldest first; also in the window
         self._beyond: weakref.ref[Any] | None = None  # the one backing that may exceed the window
-        self._beside: weakref.ref[Block] | None = None  # the one block held in addition to it
+        self._extra: weakref.ref[Block] | None = None  # the one block held in addition to it
         self.nbytes = self.peak_bytes = 0
         self.again_bytes = 0
         """The part of :attr:`nbytes` that only another backward of a retained graph would need."""
@@ -97,11 +97,11 @@ class AheadSet:
 
     def fits(self, nbytes: int) -> bool:
         """Return whether the window has space for so many bytes more."""
-        return self.nbytes <= self.window_bytes + self._beside_bytes() - nbytes
+        return self.nbytes <= self.window_bytes + self._extra_bytes() - nbytes
 
     def make_room(self, nbytes: int) -> bool:
         """Like :meth:`fits`, but may free half of the window from bytes for another backward."""
-        room = self.window_bytes + self._beside_bytes() - nbytes
+        room = self.window_bytes + self._extra_bytes() - nbytes
         if self.nbytes > room and self.nbytes - self.again_bytes <= room // 2:
             self._give_way(room)
         return self.nbytes <= room
@@ -125,12 +125,12 @@ class AheadSet:
         self.hold(block)
         if block.nbytes <= self.window_bytes or self.window_bytes <= 0:
             return
-        one = self._beside() if self._beside is not None else None
+        one = self._extra() if self._extra is not None else None
         if one is None or one.loaded is None or one.forward_pass is not block.forward_pass:
-            self._beside = weakref.ref(block)
+            self._extra = weakref.ref(block)
 
-    def _beside_bytes(self) -> int:
-        one = self._beside() if self._beside is not None else None
+    def _extra_bytes(self) -> int:
+        one = self._extra() if self._extra is not None else None
         return one.cleanup.loaded_bytes if one is not None else 0
 
     # Bytes for another backward of a retained graph.
@@ -172,15 +172,15 @@ class AheadSet:
         window = self._window
         stay: list[Any] = []
         beyond = self._beyond() if self._beyond is not None and to_bytes else None
-        beside = self._beside() if self._beside is not None and to_bytes else None
-        if beside is not None:
-            to_bytes += beside.cleanup.loaded_bytes
+        extra = self._extra() if self._extra is not None and to_bytes else None
+        if extra is not None:
+            to_bytes += extra.cleanup.loaded_bytes
         self._give_way(to_bytes)
         while window.refs and len(window.refs) + len(stay) > 1 and self.nbytes > to_bytes:
             holder = window.popleft()
             if holder is None:
                 continue
-            if holder is using or holder is beyond or holder is beside:
+            if holder is using or holder is beyond or holder is extra:
                 stay.append(holder)
             else:
                 holder.free()

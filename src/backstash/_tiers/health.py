@@ -26,18 +26,18 @@ class Notes:
     """The fallbacks that reports mention: the last note of each kind, and how many there were."""
 
     def __init__(self) -> None:
-        self._told: dict[str, tuple[str, int]] = {}
+        self._by_kind: dict[str, tuple[str, int]] = {}
 
     def add(self, kind: str, text: str) -> None:
         """Replace the note of ``kind`` by ``text``, and count it."""
-        _, count = self._told.get(kind, ("", 0))
-        self._told[kind] = text, count + 1
+        _, count = self._by_kind.get(kind, ("", 0))
+        self._by_kind[kind] = text, count + 1
 
     def __contains__(self, kind: str) -> bool:
-        return kind in self._told
+        return kind in self._by_kind
 
     def __iter__(self) -> Iterator[str]:
-        for text, count in tuple(self._told.values()):
+        for text, count in tuple(self._by_kind.values()):
             yield text if count == 1 else f"{text} (the last of {count} such notes)"
 
 

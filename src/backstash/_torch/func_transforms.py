@@ -59,7 +59,7 @@ def stepped_aside_for(pack: Any) -> bool:
     """Return whether a transform without hooks runs on this thread. Then ``pack`` must not be pushed."""
     if _message is None or REFUSAL not in (_message() or ""):
         return False
-    _told(Pair(pack, pack))()
+    _removal_method(Pair(pack, pack))()
     return True
 
 
@@ -75,7 +75,9 @@ def _step_aside(message: str, fail_if_non_empty: bool = True) -> None:
     before = _message()
     if fail_if_non_empty and REFUSAL in message and before is None:
         take_all(_local.aside)
-        if None in map(_told, _local.aside):  # another library's pair is active: let torch refuse
+        if None in map(
+            _removal_method, _local.aside
+        ):  # another library's pair is active: let torch refuse
             _push_back()
     try:
         _disable(message, fail_if_non_empty)
@@ -83,10 +85,10 @@ def _step_aside(message: str, fail_if_non_empty: bool = True) -> None:
         _come_back() if before is None else _disable(before, False)
         raise
     for pair in _local.aside if before is None else ():
-        _told(pair)()
+        _removal_method(pair)()
 
 
-def _told(pair: Pair) -> Any:
+def _removal_method(pair: Pair) -> Any:
     """Return the method to call when ``pair`` is removed; ``None`` for another library's pair."""
     return _of(pair, "steps_aside")
 

@@ -39,7 +39,7 @@ _FILES = {
     "tbb": ("libtbbmalloc_proxy.so.2", "libtbbmalloc_proxy.so"),
 }
 # A library in the same directory that has to be preloaded first, because the loader might not find it.
-_BESIDE = {"tbb": "libtbbmalloc.so.2"}
+_PRELOADED_FIRST = {"tbb": "libtbbmalloc.so.2"}
 CHOICES = ("auto", "glibc", *_FILES, "none")
 _FROM_PYPI = "pip install tbb"  # it has wheels only for Linux on x86-64
 _FROM_THE_SYSTEM = (
@@ -128,8 +128,12 @@ def choose(
 
 
 def _preload(kind: str, library: str, environ: Mapping[str, str]) -> Allocator:
-    beside = os.path.join(os.path.dirname(library), _BESIDE[kind]) if kind in _BESIDE else ""
-    value = ":".join(filter(None, (beside, library, environ.get("LD_PRELOAD", ""))))
+    first = (
+        os.path.join(os.path.dirname(library), _PRELOADED_FIRST[kind])
+        if kind in _PRELOADED_FIRST
+        else ""
+    )
+    value = ":".join(filter(None, (first, library, environ.get("LD_PRELOAD", ""))))
     huge = {name: value for name, value in _HUGE_TENSORS.items() if name not in environ}
     return Allocator(kind, _WHY[kind], library, {"LD_PRELOAD": value, **huge})
 
@@ -195,8 +199,8 @@ def find(directories: Iterable[str] | None = None) -> dict[str, str]:
 
 def _is_usable(kind: str, path: str, machine: bytes) -> bool:
     needed = [path]
-    if kind in _BESIDE:
-        needed.append(os.path.join(os.path.dirname(path), _BESIDE[kind]))
+    if kind in _PRELOADED_FIRST:
+        needed.append(os.path.join(os.path.dirname(path), _PRELOADED_FIRST[kind]))
     return not set(path) & set(" :") and all(
         os.path.isfile(file) and _elf_kind(file) == machine for file in needed
     )
@@ -212,11 +216,11 @@ def _directories() -> list[str]:
         "/usr/lib",
     ]
     own = os.path.join(sys.prefix, "lib")
-    listed = [own, *_beside_site_packages(), *_cached_by_the_loader(), *usual]
+    listed = [own, *_next_to_site_packages(), *_cached_by_the_loader(), *usual]
     return list(dict.fromkeys(listed))
 
 
-def _beside_site_packages() -> list[str]:
+def _next_to_site_packages() -> list[str]:
     """Return where pip put tbb's libraries: PREFIX/lib for PREFIX/lib/pythonX/site-packages, else
     TARGET/lib."""
     return [

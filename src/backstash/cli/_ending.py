@@ -16,10 +16,10 @@ from ._rank_files import of_this_machine, pattern
 from ._say import say
 from ._summary import summary
 
-__all__ = ["tell", "undisturbed", "write"]
+__all__ = ["undisturbed", "write", "write_results"]
 
 
-def tell(
+def write_results(
     plan: dict[str, Any],
     job: Job,
     figures: dict[str, Any],

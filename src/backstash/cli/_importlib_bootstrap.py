@@ -32,7 +32,7 @@ from typing import Any, NoReturn
 __all__: list[str] = []
 
 _PLAN_VARIABLE = "BACKSTASH_RUN"
-_BESIDE = "backstash_beside"  # our package's name if the script has its own package `backstash`
+_OTHER_NAME = "backstash_beside"  # our package's name if the script has its own package `backstash`
 
 
 class _NotRunnable(Exception):
@@ -167,11 +167,13 @@ def _import_own(root: str) -> str:
     if spec is not None and spec.origin is not None and os.path.realpath(spec.origin) == own:
         return "backstash"
     where = [os.path.dirname(own)]
-    spec = importlib.util.spec_from_file_location(_BESIDE, own, submodule_search_locations=where)
+    spec = importlib.util.spec_from_file_location(
+        _OTHER_NAME, own, submodule_search_locations=where
+    )
     assert spec is not None and spec.loader is not None
-    sys.modules[_BESIDE] = module = importlib.util.module_from_spec(spec)
+    sys.modules[_OTHER_NAME] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return _BESIDE
+    return _OTHER_NAME
 
 
 def _main() -> None:

@@ -122,15 +122,15 @@ def _difference(plan: dict[str, Any]) -> list[str]:
     if measured is None:
         return [] if predicted is None else ["No step under the plan was measured."]
     budget = plan["budget_bytes"]
-    beside = _beside(measured["peak_bytes"], budget, "the budget")
+    against_budget = _compared(measured["peak_bytes"], budget, "the budget")
     if predicted is None:
-        return [f"The measured peak was {beside}."]
-    peak = _beside(measured["peak_bytes"], predicted["peak_bytes"], "the predicted one")
-    step = _beside(measured["step_seconds"], predicted["step_seconds"], "the predicted one")
-    return [f"The measured peak was {peak} and {beside}; the time of a step was {step}."]
+        return [f"The measured peak was {against_budget}."]
+    peak = _compared(measured["peak_bytes"], predicted["peak_bytes"], "the predicted one")
+    step = _compared(measured["step_seconds"], predicted["step_seconds"], "the predicted one")
+    return [f"The measured peak was {peak} and {against_budget}; the time of a step was {step}."]
 
 
-def _beside(value: float, other: float, name: str) -> str:
+def _compared(value: float, other: float, name: str) -> str:
     share = value / other - 1 if other else 0.0
     if abs(share) < 0.0005:
         return f"{name} to 0.1%" if name != "the budget" else "at the budget"

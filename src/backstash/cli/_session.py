@@ -21,7 +21,7 @@ from ..report import StepMarks
 from ..units import in_bytes
 from ._allocator import is_loaded
 from ._arguments import without_accelerator
-from ._ending import tell, undisturbed, write
+from ._ending import undisturbed, write, write_results
 from ._live import Live
 from ._machine import machine, versions
 from ._recompute import RecomputedModules, recompute_of
@@ -132,7 +132,7 @@ class RunSession:
                     self._ended = True
                     with suppress(StashError):  # the script left its own contexts in another order
                         self._stash.__exit__(None, None, None)
-                    self._tell(outcome)
+                    self._report(outcome)
         finally:  # SIGTERM waits until here: a launcher sends it to ranks that end because another died
             self._before_termination.remove()
 
@@ -141,9 +141,9 @@ class RunSession:
         with self._ending:
             if not self._ended:
                 self._ended = True
-                self._tell(signal.SIGTERM.name)
+                self._report(signal.SIGTERM.name)
 
-    def _tell(self, outcome: str) -> None:
+    def _report(self, outcome: str) -> None:
         self._threads.remove()
         if self._live is not None:
             self._live.stop()
@@ -172,7 +172,7 @@ class RunSession:
                 write("save_plan", path, lambda: planned.text())
         line = self._line
         page = None if line is None else lambda: self._page(figures, line)
-        tell(self._plan, self._job, figures, page)
+        write_results(self._plan, self._job, figures, page)
 
     def _figures(self, outcome: str, seconds: float) -> dict[str, Any]:
         """Return the values of this process's JSON."""

@@ -65,8 +65,8 @@ def summary(
     """
     alone = only_line(figures)
     stats = figures["stats"]
-    told = figures["notes"] if stats["written_bytes"] else _without_scratch(figures["notes"])
-    notes = [f"note: {each}" for each in [*told, *stats["notes"]]]
+    own = figures["notes"] if stats["written_bytes"] else _without_scratch(figures["notes"])
+    notes = [f"note: {each}" for each in [*own, *stats["notes"]]]
     if alone:  # if the script failed, a note may say whether to run it again
         lines = [alone, *(notes if figures["outcome"] not in GOOD_ENDS else ())]
     else:

@@ -54,7 +54,7 @@ def verdict(figures: dict[str, Any], other: dict[str, Any] | None) -> str:
     plan = figures.get("plan")
     held = f"peak {format_bytes(peak)}{where}"
     if plan is not None:
-        return f"{held}, {_beside_budget(plan, peak)}{_plain(plan)}"
+        return f"{held}, {_compared_with_budget(plan, peak)}{_plain(plan)}"
     full = next((note for note in stats["notes"] if "kept in memory" in note), "")
     if away < _WORTH_MOVING * peak and full:
         return f"{held}; hardly anything was moved: {full}"
@@ -86,7 +86,7 @@ def _plain(plan: dict[str, Any]) -> str:
     return f"; everything in place takes an estimated {format_bytes(plan['plain']['peak_bytes'])}"
 
 
-def _beside_budget(plan: dict[str, Any], peak: int) -> str:
+def _compared_with_budget(plan: dict[str, Any], peak: int) -> str:
     """Return whether the whole run kept the budget; if not, whether the steps under the plan did."""
     budget, measured = format_bytes(plan["budget_bytes"]), plan["measured"]
     if plan["state"] == "measuring":

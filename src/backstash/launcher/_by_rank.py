@@ -22,12 +22,12 @@ def this_rank() -> int | None:
     The rank is the launcher's. Without a launcher it is the rank in ``torch.distributed``, if its process group
     exists.
     """
-    told = rank_of_launcher()
+    rank = rank_of_launcher()
     distributed = sys.modules.get("torch.distributed")
-    if told is None and distributed is not None and distributed.is_available():
+    if rank is None and distributed is not None and distributed.is_available():
         if distributed.is_initialized():
             return int(distributed.get_rank())
-    return told
+    return rank
 
 
 def of_this_rank(value: Any, name: str) -> Any:

@@ -52,7 +52,7 @@ class Job:
     @classmethod
     def now(cls) -> Job:
         """Return the job that the environment describes; without a launcher, a job of one process."""
-        ranks = _told() or [0, 0, 1]
+        ranks = _given_ranks() or [0, 0, 1]
         here = next(filter(None, map(_numbers, _LAUNCHERS)), [1])[-1]
         rank, local_rank, processes = ranks
         return cls(rank, local_rank, processes, here or 1)
@@ -78,11 +78,11 @@ class Job:
 
 def rank_of_launcher() -> int | None:
     """Return the rank from the launcher, even in a job of one process; ``None`` without a launcher."""
-    told = _told()
-    return told[0] if told is not None else None
+    ranks = _given_ranks()
+    return ranks[0] if ranks is not None else None
 
 
-def _told() -> list[int] | None:
+def _given_ranks() -> list[int] | None:
     return next(filter(None, (_numbers(names[:3]) for names in _LAUNCHERS)), None)
 
 

@@ -101,8 +101,8 @@ def _check(codec: Codec, name: str, values: Tensor) -> bool:
     if payload is not None:
         assert payload.dim() == 1 and payload.is_contiguous(), f"{codec!r}: {name}: no flat payload"
         assert payload.numel(), f"{codec!r} encoded {name} to an empty payload"
-        apart = payload.untyped_storage().data_ptr() != values.untyped_storage().data_ptr()
-        assert apart, f"{codec!r}: the payload of {name} is in the memory of the values"
+        is_separate = payload.untyped_storage().data_ptr() != values.untyped_storage().data_ptr()
+        assert is_separate, f"{codec!r}: the payload of {name} is in the memory of the values"
     moved = None if payload is None else payload.clone()
     for _ in range(2):
         out = torch.full_like(integers, 0x5B).view(values.dtype)

@@ -13,7 +13,7 @@ from ._tree import Item
 __all__ = ["Draft", "Drafts", "LeafBox", "draft", "leaves_inside", "place_leaves"]
 
 _MOST_NAMES = 3
-_MOST_APART = 8
+_MOST_SEPARATE = 8
 _MOST_INSIDE = 4
 
 
@@ -207,7 +207,7 @@ def _merged(boxes: list[LeafBox]) -> list[LeafBox]:
             users.setdefault(next(iter(box.uses)), []).append(box)
     gone: set[int] = set()
     for user, alike in users.items():
-        if len(alike) > _MOST_APART:
+        if len(alike) > _MOST_SEPARATE:
             leaves = [leaf for box in alike for leaf in box.leaves]
             count = sum(box.uses[user] for box in alike)
             alike[0].leaves, alike[0].uses, alike[0].merged = leaves, {user: count}, True

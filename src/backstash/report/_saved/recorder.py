@@ -66,7 +66,7 @@ class SaveRecorder:
         self._base: _Base | None = None
         self._stand_in = self._stand_in_for  # one object, which stop_listening() can find
         self.found = Found()
-        self._calls = _Calls(model, self._met, self._given, self.found)
+        self._calls = _Calls(model, self._note_module, self._given, self.found)
 
     # The context.
 
@@ -80,7 +80,7 @@ class SaveRecorder:
         self._storages.own_all(existing_tensors())
         if self._model is not None:
             for module in self._model.modules():
-                self._met(module)
+                self._note_module(module)
         listen(self._stand_in)
 
     def stop(self) -> None:
@@ -112,7 +112,7 @@ class SaveRecorder:
         """Whether it is between :meth:`start` and :meth:`stop`."""
         return self._base is not None
 
-    def _met(self, module: nn.Module) -> None:
+    def _note_module(self, module: nn.Module) -> None:
         for _, parameter in own_parameters(module):
             self._storages.own(parameter, "parameter")
         for _, buffer in own_buffers(module):
@@ -253,7 +253,7 @@ class _Calls:
     Args:
         model: its modules have the paths of ``named_modules()``; the path of any other module extends the path
             of its caller.
-        met: called with each module outside the model when it first runs.
+        encountered: called with each module outside the model when it first runs.
         given: called with the arguments of each outermost call, flattened.
         found: the record in which calls are counted.
     """
@@ -261,7 +261,7 @@ class _Calls:
     def __init__(
         self,
         model: nn.Module | None,
-        met: Callable[[nn.Module], None],
+        encountered: Callable[[nn.Module], None],
         given: Callable[[list[Any]], None],
         found: Found,
     ) -> None:
@@ -275,7 +275,7 @@ class _Calls:
         self._kinds = Counter([type(model).__name__] if model is not None else ())
         self._below: dict[tuple[int, int], str] = {}
         self._modules: dict[int, nn.Module] = {}  # held, so that their ids are not reused
-        self._met, self._given = met, given
+        self._encountered, self._given = encountered, given
         self.found = found
 
     def running(self, frame: FrameType | None) -> tuple[str, str]:
@@ -303,7 +303,7 @@ class _Calls:
         module = local["self"]
         if id(module) not in self._names and id(module) not in self._modules:
             self._modules[id(module)] = module
-            self._met(module)
+            self._encountered(module)
         if above is None:
             self._given(tree_leaves((local.get("args"), local.get("kwargs"))))
         found = self._prefix(module, above), module
