@@ -119,7 +119,7 @@ def test_nothing_is_unpacked_and_backward_is_as_ever(disk_dir: Path) -> None:
     assert calls == [] and stash.stats().read_bytes == stash.stats().prefetch_hits == 0
     assert places(drawing)["hooks"] == (9, 3 * 4 * N)  # our own pairs note the shape
     assert drawing.notes == (
-        "6 saved tensors are known only to hooks, which report neither shape nor bytes.",
+        "6 saved tensors are known only to hooks, which report no shape and no bytes.",
     )
     assert places(drawing)["disk"] == (4, 4 * 4 * N)
     y.sum().backward()

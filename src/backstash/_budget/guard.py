@@ -3,7 +3,7 @@
 A process keeps memory that its tensors freed, and most of a step's tensors reuse it. Where they do not, what
 the process holds would exceed the budget although less is in use. So free memory is returned when a reading
 finds so much that the largest growth between two readings could exceed the budget. That takes at most a
-twentieth of the time, apart from the first time in a step and as long as the budget is exceeded. Using returned
+twentieth of the time, except for the first time in a step and as long as the budget is exceeded. Using returned
 memory again costs page faults, so it is not returned earlier than that: as a step begins only before a measured
 one, or if nothing else keeps the budget (see :meth:`MemoryGuard.must_free_at_start`).
 

@@ -122,7 +122,7 @@ class GroupEnd(Completion):
         """Make ``stream`` wait for the group, unless that is known to be unnecessary."""
         if self.event is None:
             self.begin()
-        # A torch.Stream is neither equal nor unequal to None.
+        # Comparing a torch.Stream with None by == or != gives False.
         if not self.has_ended and (self.waited_by is None or self.waited_by != stream):
             with self.device.timed("stall", stream):
                 stream.wait_event(self.event)

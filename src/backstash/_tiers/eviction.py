@@ -111,7 +111,7 @@ class Evictor:
             inflight.peak_bytes = inflight.nbytes
 
     def shrink(self, thread_state: ThreadState) -> None:
-        """Evict the oldest blocks until the budget is met."""
+        """Evict the oldest blocks until the rest fits the budget."""
         self._press(thread_state, None)
 
     def _press(self, thread_state: ThreadState, newest: Block | None) -> None:

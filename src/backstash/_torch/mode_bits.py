@@ -93,7 +93,7 @@ class ModeBits:
         vectors, self.vectors = self.vectors, []
         if vectors and self._wants_vectors == all(each.expired() for each in vectors):
             raise UsageError(
-                "cannot tell whether torch.linalg.svdvals or eigvalsh (also in cond, matrix_rank, "
+                "it is unknown whether torch.linalg.svdvals or eigvalsh (also in cond, matrix_rank, "
                 "norms of singular values) was called on a tensor that needs no gradient, and "
                 "recording operations would change its bits: call it by its name, or outside of what "
                 "is recomputed or planned, or outside of checkpoint_loop's step 0"

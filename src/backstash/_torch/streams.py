@@ -21,7 +21,7 @@ _cuda_query: Callable[[], bool] | None = optional("torch._C._cuda_isCurrentStrea
 
 
 def capture_query(module: Any) -> Callable[[], bool]:
-    """Return the function that tells whether the current stream of ``module`` is being captured.
+    """Return the function that checks whether the current stream of ``module`` is being captured.
 
     For CUDA in torch 2.11 to 2.15 this is the private function inside the public one; otherwise the public
     one. For a device without graphs it returns ``False``.

@@ -87,7 +87,7 @@ def undisturbed() -> Iterator[None]:
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM):
             handler = signal.getsignal(number)
-            if callable(handler):  # neither the default nor ignored
+            if callable(handler):  # not the default, and not ignored
                 handlers[number] = handler
                 signal.signal(number, ignore_once)
     try:

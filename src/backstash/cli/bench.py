@@ -15,7 +15,7 @@ from ..errors import UsageError
 
 __all__ = ["main"]
 
-_BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"  # in a clone, beside src
+_BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"  # in a clone, next to src
 _MISSING = (
     "the benchmarks are not in the installed package; clone the repository, and run this command there after "
     "`pip install -e .`, or `benchmarks/gpu.sh OUT`"

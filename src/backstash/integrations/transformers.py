@@ -137,7 +137,7 @@ def _log_with(own: Callable[..., Any], context: _LossContext) -> Callable[..., A
 
 
 def _offloads(arguments: Any) -> bool:
-    """Whether a trainer's arguments tell activation checkpointing to offload what it saves."""
+    """Whether a trainer's arguments make activation checkpointing offload what it saves."""
     for name, options_name in _CHECKPOINTING:
         options = getattr(arguments, options_name, None)
         if getattr(arguments, name, False) and (options or {}).get("offload"):

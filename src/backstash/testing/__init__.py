@@ -1,4 +1,4 @@
-"""For whoever writes a store or a codec: conformance checks, and stores that wait, fill up or fail on command.
+"""Test stores and codecs: conformance checks, and stores that wait, fill up or fail on command.
 
 The wrappers make races and faults repeatable: a test decides when a write ends, instead of sleeping and
 hoping. backstash's own tests use them.

@@ -2,7 +2,7 @@
 
 Ordinary CPU tensors are its memory. What computes runs at once, as CPU operations do, so its stream is
 always idle; the two copying streams are queues. A copy runs when the test says so (:meth:`TwinDevice.run`),
-when the current stream is told to come after it, when a thread waits for it, or by chance. Until then its
+when the current stream is made to wait for it, when a thread waits for it, or by chance. Until then its
 target is garbage, as memory is that nobody has filled. Whatever is asked of the device while ``capturing`` is
 a fault, kept in ``faults``.
 """
@@ -85,7 +85,7 @@ class _TwinCopy(Copy):
         assert self._queue[0] is self
         self.memory.data.copy_(self._source)
         self.completion.has_run, self._after = True, None
-        self._queue.pop(0)  # last, so that an interrupt leaves it to be run anew
+        self._queue.pop(0)  # last, so that an interrupt leaves it to run again
 
 
 class _TwinCheck(Check):

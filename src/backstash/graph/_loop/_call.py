@@ -189,9 +189,7 @@ class _Tiers:
             )
         if stash is not None:
             if memory is not None or disk is not None:
-                raise UsageError(
-                    "stash= has budgets of its own: give neither memory= nor disk= with it"
-                )
+                raise UsageError("stash= has budgets of its own: give no memory= or disk= with it")
             if schedule is None:
                 raise UsageError("stash= needs a schedule=, such as Binomial(16) or KeepAll()")
             return cls(stash, None, None, None)

@@ -117,7 +117,7 @@ class DrawnEdge:
     count: int
     """Number of edges of the graph that this one stands for."""
     label: str
-    """The text beside the edge, or ``""``."""
+    """The text next to the edge, or ``""``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -228,7 +228,7 @@ def _on_tensors(sums: Sums) -> list[str]:
     if hooks:
         found.append(
             f"{hooks:,} saved tensor{'s are' if hooks > 1 else ' is'} known only to hooks, which "
-            "report neither shape nor bytes."
+            "report no shape and no bytes."
         )
     if freed:
         found.append(

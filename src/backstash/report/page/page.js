@@ -51,7 +51,7 @@ function shares(parts) {
   return [bar, list];
 }
 
-// What was planned beside what came, and what is done with each class of saved tensors.
+// The plan compared with the measured steps, and the choice for each class of saved tensors.
 function plan() {
   const { note, figures, parts, classes } = report.plan;
   return section("plan", "The plan, and what came of it", note ? element("p", {}, note) : null,
