@@ -484,11 +484,11 @@ def test_sigterm_while_the_summary_is_made_waits_for_it(tmp_path: Path) -> None:
     """As a launcher sends it to the ranks that are ending because another one has died."""
     script = f"""{FOR_EVER}
 from backstash.cli import _session
-tell = _session.tell
+write_results = _session.write_results
 def terminated(*arguments):
     os.kill(os.getpid(), signal.SIGTERM)
-    tell(*arguments)
-_session.tell = terminated
+    write_results(*arguments)
+_session.write_results = terminated
 """
     write(tmp_path / "script.py", script)
     ended = subprocess.run(
