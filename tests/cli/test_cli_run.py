@@ -337,13 +337,13 @@ if {signal_name == "SIGTERM"}:
         print("handled", file=sys.stderr, flush=True)
         sys.exit(9)
     signal.signal(signal.SIGTERM, handle)
-tell = _session.tell
+write_results = _session.write_results
 def interrupted(*arguments):
     os.kill(os.getpid(), signal.{signal_name})
     if {bool(twice)}:
         os.kill(os.getpid(), signal.{signal_name})
-    tell(*arguments)
-_session.tell = interrupted
+    write_results(*arguments)
+_session.write_results = interrupted
 """,
     )
     ended = under_stash(["train.py"], tmp_path, "--disk", str(tmp_path))
