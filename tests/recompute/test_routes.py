@@ -345,12 +345,53 @@ def by_function(net, h):
     return torch.sigmoid(Doubling.apply(h, (2.0, 3.0)[net.way]))
 
 
+def transformed(net, h):
+    return torch.fft.irfft(torch.fft.rfft(h) * (2 + 1j, 2 - 1j)[net.way], n=WIDTH)
+
+
+def signed_complex_zero(net, h):
+    angles = torch.full((WIDTH,), (complex(-1.0, 0.0), complex(-1.0, -0.0))[net.way]).angle()
+    return torch.sigmoid(h) * angles
+
+
+def conjugated(net, h):
+    z = torch.view_as_complex(torch.sigmoid(h).view(ROWS, -1, 2))
+    z = z * (z.conj() if net.way == 0 else z).exp()
+    return torch.view_as_real(z).reshape(ROWS, WIDTH)
+
+
+def covariance(h):
+    return h.t() @ h / ROWS + torch.eye(WIDTH)
+
+
+def factored(net, h):
+    low = torch.linalg.cholesky(covariance(h).mul((1.0, 2.0)[net.way]))
+    return torch.linalg.solve_triangular(low, h.t(), upper=False).t()
+
+
+def decomposed(net, h):
+    values, vectors = torch.linalg.eigh(covariance(h))
+    return torch.sigmoid(h) @ (vectors * values.mul((1.0, 2.0)[net.way]))
+
+
+def inverted(net, h):
+    z = torch.complex(covariance(h), covariance(h * 0.5) * 1.5)
+    return torch.sigmoid(h) @ torch.linalg.pinv(z, rtol=(1e-6, 1e-5)[net.way]).abs()
+
+
+def of_values(net, h):
+    g = covariance(h.detach())
+    values = torch.linalg.svd(g)[1] if net.way == 0 else torch.linalg.svdvals(g)
+    return torch.sigmoid(h) * values
+
+
 ACTS = [
     scaled, signed_zero, typed, powered, swapped, aliased, other_memory, other_place, other_order, in_list,
     in_longer_list, other_part, by_tensor, in_function, in_function_without_grad, several_written,
     held_elsewhere, tried_again, normed_in_function, other_statistics, written_by_another_thread,
     by_name, longer, another, dropped, undropped, normed, in_place, filled, without_grad, unseen_version,
-    caught, masked, saved_more, by_function,
+    caught, masked, saved_more, by_function, transformed, signed_complex_zero, conjugated, factored, decomposed,
+    inverted, of_values,
 ]  # fmt: skip
 
 
@@ -427,7 +468,13 @@ def test_other_settings_are_another_route(around, followed):
     assert followed["left"] >= 1 and followed["followed"] > 20
 
 
-@pytest.mark.parametrize("act", [scaled, in_list, normed, in_place, masked, dropped])
+@pytest.mark.parametrize(
+    "act",
+    [
+        *(scaled, in_list, normed, in_place, masked, dropped),
+        *(transformed, conjugated, factored, decomposed, inverted),
+    ],
+)
 def test_what_does_the_same_follows_to_its_end(act, followed):
     ways = [0] * 6
     plain = train(act, ways, with_stash=False)

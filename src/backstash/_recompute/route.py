@@ -47,7 +47,7 @@ _MOST_STEPS = 4096
 _MOST_ROUTES = 8
 _MOST_MISSES = 3
 _CONSTANTS = (
-    int, bool, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format,
+    int, bool, float, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format,
 )  # fmt: skip
 
 
@@ -74,6 +74,7 @@ class RouteOp:
         "func",
         "index",
         "is_grad_enabled",
+        "is_plain",
         "kwargs",
         "may_replay",
         "settings",
@@ -93,6 +94,8 @@ class RouteOp:
         if self.may_replay:
             self.args = tuple(known(each) for each in op.args)
             self.kwargs = {name: known(each) for name, each in op.kwargs.items()}
+        self.is_plain = raw.is_plain and self.may_replay
+        """Whether no kernel of it computes lazy conjugates."""
         self.settings = op.settings
         self.is_grad_enabled = op.is_grad_enabled
         self.states = tuple(raw.states)
@@ -136,8 +139,6 @@ class Route:
         del self._states, self._seen
 
     def _step(self, raw: RawStep) -> RouteOp:
-        if not raw.is_plain:
-            raise _NoRouteError
         step = RouteOp(raw, self._known)
         self._seen.update(each for each in raw.states if each is not None)
         self._seen.update(each[3] for each in raw.written)
@@ -247,6 +248,8 @@ class ForwardTape(Tape):  # type: ignore[no-untyped-call]
             return self._differ()
         if step.may_replay and not self._is_as(step, args, kwargs):
             return self._differ()
+        if not step.is_plain and self._bits.may_differ(func, args):
+            return self._differ()
         writes: list[WriteOp] = []
         in_training = operation.train_at >= 0 and operation.writes_statistics(args)
         if step.written or operation.writes or in_training:
@@ -257,10 +260,10 @@ class ForwardTape(Tape):  # type: ignore[no-untyped-call]
             for each in writes:
                 self._begin_write(each)
         try:
-            if step.may_replay:
+            if step.is_plain:
                 result = func(*args, **kwargs)
             else:
-                result = self._call(func, args, kwargs, has_complex(args))
+                result = self._call(func, args, kwargs, operation.makes_bits or has_complex(args))
         except BaseException:
             self._differ()  # the program may call it again, with other operands
             raise
@@ -350,7 +353,7 @@ class ForwardTape(Tape):  # type: ignore[no-untyped-call]
             if len(value) != len(known):
                 return False
             return self._are_operands(zip(value, known, strict=True))
-        if value:
+        if value and kind is not complex:
             return bool(value == known)
         return repr(value) == repr(known)  # 0.0 is not -0.0
 

@@ -57,13 +57,10 @@ class ModeBits:
             result: its result.
             depth: the depth of the caller's frame, counted from this one.
         """
+        if not self.may_differ(func, args):
+            return result
         schema = schema_of(func)
-        name = schema.name if schema is not None else ""
-        if name not in _FLAG or schema.overload_name:
-            return result
-        matrix = args[0]
-        if matrix.requires_grad and torch.is_grad_enabled():
-            return result
+        name = schema.name
         names = [each.name for each in schema.arguments]
         given = dict(zip(names, args, strict=False)) | kwargs
         flag = names[_FLAG[name]]
@@ -82,6 +79,13 @@ class ModeBits:
         if self._wants_vectors:
             return result
         return (*result[:at], alone, *result[at + 1 :])
+
+    def may_differ(self, func: Any, args: Any) -> bool:
+        """Whether the bits of an operation's result may differ."""
+        schema = schema_of(func)
+        if schema is None or schema.name not in _FLAG or schema.overload_name:
+            return False
+        return not (args[0].requires_grad and torch.is_grad_enabled())
 
     def look(self) -> None:
         """Check the last operation, before the next one runs.
