@@ -392,7 +392,7 @@ def copies_that_die(place: Place) -> None:
             assert bool((each == 2 + step).all()), f"step {step}: what was there was read too early"
         del source, noise, copied, each
         device.up(host, None).wait()
-        held = sum(memory.nbytes for _, memory in device.unfinished)
+        held = device.unfinished_bytes()
         assert held <= nbytes, "what has ended is let go of when the next copy begins"
     for memory in (host, arrived):
         device.give_back(memory)

@@ -166,22 +166,21 @@ def test_memory_of_another_stream_is_recorded_there(played, recorded):
 # A copy that dies.
 
 
-@pytest.mark.parametrize("way", ["down", "up"])
-def test_the_memory_of_a_copy_that_dies_before_it_has_ended_is_the_device_s_until_then(
-    played, recorded, way
+def test_the_memory_of_a_copy_down_that_dies_before_it_has_ended_is_the_device_s_until_then(
+    played, recorded
 ):
-    """The next copy that begins lets go of it, if it has ended: nothing is asked or told where it dies."""
+    """The next copy that begins frees it, if it has ended: nothing is asked or recorded where it dies."""
     device, log, compute, _ = played
-    host, source = bytes_of(0), bytes_of(7)
-    copy = device.down(source, host, compute) if way == "down" else device.up(host, None)
-    mine = source if way == "down" else copy.memory
-    at, alive = address_of(mine), weakref.ref(mine.untyped_storage())
+    source = bytes_of(7)
+    copy = device.down(source, bytes_of(0), compute)
+    at, alive = address_of(source), weakref.ref(source.untyped_storage())
     completion = copy.completion
     log.clear()
-    del source, mine
+    del source
     assert recorded == [] and alive() is not None
     del copy
     assert [address_of(memory) for _, memory in device.unfinished] == [at]
+    assert device.unfinished_bytes() == 64
     assert alive() is not None and recorded == [] and log == []
     assert not completion.ended()
     device.up(bytes_of(3), None)
@@ -189,6 +188,33 @@ def test_the_memory_of_a_copy_that_dies_before_it_has_ended_is_the_device_s_unti
     completion.event.has_ended = True
     device.up(bytes_of(3), None)
     assert completion.ended() and alive() is None
+
+
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_the_memory_of_a_copy_up_that_no_one_used_is_free_after_its_owner_waits(
+    played, recorded, has_ended
+):
+    """The next copy that begins frees it. A host that is ahead would hold it as long as it is ahead."""
+    device, log, _, _ = played
+    before = device.down(bytes_of(7), bytes_of(0), device.stream())
+    copy = device.up(bytes_of(7), None)
+    at, alive = address_of(copy.memory), weakref.ref(copy.memory.untyped_storage())
+    completion = copy.completion
+    completion.event.has_ended = has_ended
+    log.clear()
+    del copy, before
+    assert [address_of(memory) for _, memory, _ in device.dropped] == [at]
+    assert device.unfinished_bytes() == 128
+    assert alive() is not None and recorded == [] and log == []
+    device.is_capturing = lambda: True
+    device.sweep()
+    assert alive() is not None and log == [], "a graph of the device is captured"
+    device.is_capturing = lambda: False
+    another = device.down(bytes_of(3), bytes_of(0), device.stream())
+    assert alive() is None and recorded == [] and device.unfinished_bytes() == 64
+    assert not another.ended()
+    assert log.count(("compute", "waits for", "up")) == (not has_ended)
+    assert not [each for each in log if each[0] == "the host waits for"]
 
 
 @pytest.mark.parametrize("way", ["down", "up"])
@@ -279,6 +305,7 @@ def test_what_tells_when_a_copy_has_ended_owns_no_memory(played, way):
     completion = copy.completion
     del host, copy
     device.unfinished.clear()
+    device.dropped.clear()
     assert [each() for each in alive] == [None, None]
     completion.wait()
     assert completion.ended()
@@ -301,11 +328,11 @@ def test_a_copy_s_end_is_a_call_of_c_that_no_mode_sees(played):
     device, _, compute, _ = played
     source = bytes_of(7)
     down, up = device.down(source, bytes_of(0), compute), device.up(bytes_of(7), None)
-    for copy, mine in ((down, source), (up, up.memory)):
+    for copy, mine, dead in ((down, source, device.unfinished), (up, up.memory, device.dropped)):
         end = copy.__del__
         assert type(end) is functools.partial and not end.keywords
-        assert end.func.__self__ is device.unfinished and end.func.__name__ == "append"
-        ((event, memory),) = end.args
+        assert end.func.__self__ is dead and end.func.__name__ == "append"
+        ((event, memory, *_),) = end.args
         assert memory is mine and event is copy.completion.event
         copy.order()
         assert copy.__del__ is tuple
@@ -377,7 +404,7 @@ def test_what_was_brought_back_for_nobody_leaves_its_memory_until_it_has_come(
     recorded.clear()
     del y, block, load
     assert alive() is not None and recorded == []
-    assert [address_of(memory) for _, memory in device.unfinished] == [at]
+    assert [address_of(memory) for _, memory, _ in device.dropped] == [at]
     assert stash.stats().host_bytes == 4096, "which the copy reads still"
     device.finish()
     assert stash.stats().host_bytes == 0

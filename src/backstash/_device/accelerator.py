@@ -107,8 +107,10 @@ class Accelerator(Device):
         # The stream on which the host reads results of comparisons, one thread at a time.
         self._asking = torch.Stream(device), threading.RLock()
         self._savers: list[Any] = []  # the streams of all operations that have saved a tensor
-        # Device memory of copies whose objects died before they ended, and their events.
+        # Device memory of copies down whose objects died before they ended, and their events.
         self.unfinished: deque[tuple[Any, Tensor]] = deque()
+        # That of copies up, which no one used, and the streams that own it.
+        self.dropped: deque[tuple[Any, Tensor, Any]] = deque()
         self._fill_seconds = 0.0  # see keep_busy
 
     def try_out(self) -> None:
@@ -163,7 +165,7 @@ class Accelerator(Device):
 
     def down(self, source: Tensor, target: Tensor, made_on: Any) -> Copy:
         """See :meth:`Device.down`."""
-        if self.unfinished:
+        if self.unfinished or self.dropped:
             self.sweep()
         nbytes = source.numel()
         group = self._group_for(self._down, made_on, nbytes)
@@ -173,7 +175,7 @@ class Accelerator(Device):
 
     def up(self, source: Tensor, after: Completion | None) -> Copy:
         """See :meth:`Device.up`."""
-        if self.unfinished:
+        if self.unfinished or self.dropped:
             self.sweep()
         stream, nbytes = self.stream(), source.numel()
         memory = self._empty(nbytes)
@@ -236,7 +238,12 @@ class Accelerator(Device):
                 # Only appends. record_stream, which would release the memory at once, is an operator: a mode
                 # that is active where the copy dies would run Python code here, or hide the call from the
                 # allocator.
-                copy.__del__ = functools.partial(self.unfinished.append, (event, copy.mine))
+                if lane is self._up:
+                    dropped = event, copy.mine, group.owner
+                    copy.__del__ = functools.partial(self.dropped.append, dropped)
+                else:
+                    unfinished = event, copy.mine
+                    copy.__del__ = functools.partial(self.unfinished.append, unfinished)
                 copy.source = copy.after = None
             lane.begun += 1
             group.number, group.event = lane.begun, event
@@ -267,7 +274,7 @@ class Accelerator(Device):
         try:
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         except torch.OutOfMemoryError:
-            if not self.unfinished:
+            if not (self.unfinished or self.dropped):
                 raise
         self.finish()  # memory of dropped graphs becomes free
         self.sweep()
@@ -275,12 +282,22 @@ class Accelerator(Device):
 
     def unfinished_bytes(self) -> int:
         """See :meth:`Device.unfinished_bytes`."""
-        return sum(memory.nbytes for _, memory in self.unfinished.copy())
+        each = *self.unfinished.copy(), *self.dropped.copy()
+        return sum(memory.nbytes for _, memory, *_ in each)
 
     def sweep(self) -> None:
         """See :meth:`Device.sweep`."""
-        if not self.unfinished or self.is_capturing():
+        if not (self.unfinished or self.dropped) or self.is_capturing():
             return
+        # No one needs a dropped copy up, but its memory is free only when it has ended. A host that runs ahead
+        # would hold it until then. So the stream that owns the memory waits instead; what that stream needs next
+        # comes after this copy anyway.
+        dropped = self.dropped
+        while dropped:
+            event, _, owner = dropped[0]
+            if not event.query():
+                owner.wait_event(event)
+            dropped.popleft()
         # Copies mostly end in this order, and a host that runs ahead may have hundreds. The caller holds the
         # stash's lock. A copy is removed only after it has ended, since an interrupt may come between.
         unfinished = self.unfinished

@@ -129,7 +129,7 @@ class CountedDevice(Accelerator):
         self._down, self._up = Lane(_Stream(self)), Lane(_Stream(self))
         self._asking = cast(Any, (_Stream(self), threading.RLock()))
         self._savers = []
-        self.unfinished = collections.deque()
+        self.unfinished, self.dropped = collections.deque(), collections.deque()
 
     def watch(self, admission: Admission) -> None:
         """Count what the hooks of a stash leave in place without managing it: :attr:`left_bytes`."""
