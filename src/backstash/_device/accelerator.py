@@ -290,7 +290,7 @@ class Accelerator(Device):
         if not (self.unfinished or self.dropped) or self.is_capturing():
             return
         # No one needs a dropped copy up, but its memory is free only when it has ended. A host that runs ahead
-        # would hold it until then. So the stream that owns the memory waits instead; what that stream needs next
+        # would hold it until then. So the stream that owns the memory waits instead. What it needs next
         # comes after this copy anyway.
         dropped = self.dropped
         while dropped:
