@@ -82,6 +82,21 @@ class Follower:
         # Forwards of this step that the plan recomputes but that are not: what they save has to move.
         self._refused: set[tuple[str, int]] = set()
 
+    @property
+    def is_loaded(self) -> bool:
+        """Whether the plan was loaded: it never changes."""
+        return self.plan.state == "loaded"
+
+    @property
+    def is_left(self) -> bool:
+        """Whether everything fits, so that all blocks stay in place, unmanaged."""
+        return self.plan.state == "left alone"
+
+    @property
+    def is_too_small(self) -> bool:
+        """Whether no choice keeps the budget, so that everything moves that can."""
+        return self.plan.state == "too small"
+
     def begin_step(self) -> None:
         """Begin a step, in which nothing was saved yet."""
         self._asked, self._is_over = 0, False
@@ -126,7 +141,7 @@ class Follower:
     def count(self, block: Block) -> None:
         """Count a block that the plan or a policy admits, and check whether the step is larger than any planned
         one."""
-        is_planned = self.choices is not None and self.plan.state != "loaded"
+        is_planned = self.choices is not None and not self.is_loaded
         is_again = block.saves.done > 1
         larger = self._shape.count(block.nbytes, is_planned=is_planned, is_again=is_again)
         if larger is not None:
@@ -151,7 +166,7 @@ class Follower:
         shape = self._shape
         if not self._leaves_alone(shape.counted) or self._asked <= _ANCHORS:
             return -1
-        more = shape.asked_more() if self.plan.state != "loaded" else None
+        more = None if self.is_loaded else shape.asked_more()
         if more is not None:
             self._begin_larger(*more)
             if shape.is_larger:
@@ -164,7 +179,7 @@ class Follower:
     def fits_unseen(self) -> bool:
         """See :meth:`Controller.fits_unseen`."""
         plan, shape = self.plan, self._shape
-        if plan.state != "left alone" or plan.predicted is None or self.has_exceeded:
+        if not self.is_left or plan.predicted is None or self.has_exceeded:
             return False
         if self._recording.is_on or shape.is_larger or shape.expects_larger:
             return False
@@ -217,7 +232,7 @@ class Follower:
             return False
         if self._shape.is_larger or self._shape.expects_larger:
             return True
-        return self.plan.state != "left alone" and (self._tier is None or self.choices.recompute)
+        return not self.is_left and (self._tier is None or self.choices.recompute)
 
     @property
     def instead(self) -> str:
@@ -240,7 +255,7 @@ class Follower:
         index = self._regions.begin(name)
         if self._regions.is_repeated(path):
             self._class_of.begin_again([path, *inside])
-        follows = self.choices is not None and self.plan.state != "left alone"
+        follows = self.choices is not None and not self.is_left
         if follows and self._regions.runs_again(name, index):
             self._refused.add((name, index))
         return name, index
@@ -251,7 +266,7 @@ class Follower:
         if self._shape.is_larger or self.choices is None:
             self._regions.note_name(name)
             return TRACED if self._recording.is_on else ONCE
-        if self.plan.state == "left alone":
+        if self.is_left:
             return ONCE
         self._refused.discard((name, index))
         if self._regions.runs_again(name, index):
@@ -340,7 +355,7 @@ class Follower:
             return False
         if self._first_steps.mode in ("left", "sampled"):
             return True
-        if self.plan.state == "loaded" and self.choices is not None:
+        if self.is_loaded and self.choices is not None:
             if not self.choices.matched:  # the plan may be for another model
                 return False
         left_after = self.plan.left_after
@@ -350,7 +365,7 @@ class Follower:
     def _recomputes_unknown(self) -> bool:
         """Whether to recompute blocks that the plan does not know, because nothing could move if they were too
         many."""
-        return self._tier is None and (self.plan.state != "left alone" or self.has_exceeded)
+        return self._tier is None and (not self.is_left or self.has_exceeded)
 
 
 def _made_by(tensor: Tensor) -> str:

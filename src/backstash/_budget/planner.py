@@ -56,7 +56,7 @@ from .meter import Meter, ProcessMeter, Sample
 from .planned import Planned, RecomputedRegion
 from .record import Costs, StepRecord, compared_with_unmanaged, links_of, trace_of
 from .recording import StepRecording
-from .shape import StepShape
+from .shape import EndedStep, StepShape
 from .solving import Kept, Solving, left_alone
 
 __all__ = ["Planner", "auto_budget", "held_and_spare"]
@@ -168,11 +168,7 @@ class Planner(Controller):
     @property
     def matches_nothing(self) -> bool:
         """Whether a loaded plan knows none of the classes that the program saved, after a step."""
-        if (
-            self.follower.plan.state != "loaded"
-            or self.follower.choices is None
-            or self._steps == 1
-        ):
+        if not self.follower.is_loaded or self.follower.choices is None or self._steps == 1:
             return False
         regions = [each.name for each in self.follower.plan.regions]
         if regions and self.regions is not None:  # regions may discard all that is saved
@@ -210,7 +206,7 @@ class Planner(Controller):
         kept_free_bytes = self._guard.kept_free_bytes
         looked_bytes = self._guard.take_highest()
         highest_bytes = max(looked_bytes, self._guard.late_bytes())
-        is_left = self.follower.plan.state == "left alone"
+        is_left = self.follower.is_left
         returned_bytes, self._returned_bytes = self._returned_bytes, 0
         must_give_back = self._guard.must_free_at_start(always=recording.is_on and not is_left)
         if self._first_steps.mode == "left":
@@ -233,35 +229,47 @@ class Planner(Controller):
         if self.regions is not None:
             self.regions.begin_step()
         recording.begin_step()
-        if self.follower.plan.state == "loaded":
+        highest_bytes = max(highest_bytes, self._meter.known_peak_bytes)
+        if self.follower.is_loaded:
             self.follower.apply_loaded()
             if not first:
-                self._count_exceeding(max(highest_bytes, self._meter.known_peak_bytes))
+                self._count_exceeding(highest_bytes)
         elif self.follower.choices is None:
             self._measure(record, seconds, ended.asked_bytes)
         elif not first:
-            highest_bytes = max(highest_bytes, self._meter.known_peak_bytes)
             # Free memory that this step began with is no reason to plan again.
             highest_bytes = max(min(highest_bytes, self._budget), highest_bytes - kept_free_bytes)
-            if ended.was_seen:
-                self._guard.note_peak(max(looked_bytes, self._meter.known_peak_bytes))
-            else:  # it may have saved more than assumed; the next step is checked
-                self._reports.note_unseen(highest_bytes)
-                highest_bytes = min(highest_bytes, self._budget)
-            self._count_exceeding(highest_bytes)
-            if ended.was_larger:
-                self._plan_for_larger(record, ended.asked_bytes)
-            else:
-                by_blocks = record is not None or self.follower.plan.left_after is None
-                is_alike = self._shape.is_alike(ended, by_blocks=by_blocks)
-                if self._corrections.begins_timing or (is_alike and record is not None):
-                    self._shape.note_alike(ended)
-                if is_left and ended.has_grown:
-                    # Its growth seemed to fit at each reading, but the last blocks had to move.
-                    if not self._fits_grown(ended.asked_bytes, ended.most_asked_bytes):
-                        self._shape.ended_larger()
-                found = StepFigures(highest_bytes, seconds)
-                self._watch(record, found, looked_bytes, is_alike=is_alike)
+            self._end_planned(ended, record, StepFigures(highest_bytes, seconds), looked_bytes)
+
+    def _end_planned(
+        self, ended: EndedStep, record: StepRecord | None, found: StepFigures, looked_bytes: int
+    ) -> None:
+        """Handle an ended step under a plan that may change.
+
+        Args:
+            ended: what it saved.
+            record: of the step, if it was measured.
+            found: its highest known memory and its time.
+            looked_bytes: the most held at the guard's readings.
+        """
+        if ended.was_seen:
+            self._guard.note_peak(max(looked_bytes, self._meter.known_peak_bytes))
+        else:  # it may have saved more than assumed; the next step is checked
+            self._reports.note_unseen(found.peak_bytes)
+            found = replace(found, peak_bytes=min(found.peak_bytes, self._budget))
+        self._count_exceeding(found.peak_bytes)
+        if ended.was_larger:
+            self._plan_for_larger(record, ended.asked_bytes)
+            return
+        by_blocks = record is not None or self.follower.plan.left_after is None
+        is_alike = self._shape.is_alike(ended, by_blocks=by_blocks)
+        if self._corrections.begins_timing or (is_alike and record is not None):
+            self._shape.note_alike(ended)
+        if self.follower.is_left and ended.has_grown:
+            # Its growth seemed to fit at each reading, but the last blocks had to move.
+            if not self._fits_grown(ended.asked_bytes, ended.most_asked_bytes):
+                self._shape.ended_larger()
+        self._watch(record, found, looked_bytes, is_alike=is_alike)
 
     def _give_back(self) -> None:
         """Return free memory to the system as a step begins.
@@ -403,7 +411,7 @@ class Planner(Controller):
         The step then keeps what fits, as the first step did, or moves everything. It is measured if its first
         block showed that it is larger.
         """
-        is_left = self.follower.plan.state == "left alone" and not self._shape.expects_larger
+        is_left = self.follower.is_left and not self._shape.expects_larger
         if is_left and self._fits_grown(nbytes, known_bytes):
             return
         self._shape.begin_larger()
@@ -534,13 +542,13 @@ class Planner(Controller):
         if not earlier:
             self._has_failed = True
             self._limits.lower_resident(0)
-        if self.follower.plan.state == "loaded":
+        if self.follower.is_loaded:
             return (
                 f"{step}: a loaded plan is never changed; give budget= instead to have a plan made"
             )
         if (
             self.follower.choices is not None
-            and self.follower.plan.state != "too small"
+            and not self.follower.is_too_small
             and not self._shape.is_larger
         ):
             least = self._budget // _SHORT_PART
@@ -549,7 +557,7 @@ class Planner(Controller):
             if self._solving.found is not None and not self._solving.is_running:
                 self._solve(self._solving.found[0])
             return f"{step}: plans use {format_bytes(least)} less of it from now on, so run the step again"
-        if self.follower.plan.state != "too small":
+        if not self.follower.is_too_small:
             self._limits.set_windows(Windows(*(each // 2 for each in windows)))
             is_less = self._limits.windows != windows and max(windows) > _GUARD_BYTES
             keeps = self._first_steps.mode != "all" and not self._shape.is_larger and limit != 0
@@ -566,7 +574,7 @@ class Planner(Controller):
         return f"budget={format_bytes(self._budget)}{where}"
 
     def _count_exceeding(self, highest_bytes: int) -> None:
-        is_loaded = self.follower.plan.state == "loaded"
+        is_loaded = self.follower.is_loaded
         if self._reports.count(highest_bytes, is_loaded=is_loaded):
             self.follower.has_exceeded = True
 
@@ -601,7 +609,7 @@ class Planner(Controller):
         is_used = self._corrections.time(found)
         if is_used:
             self._note_measured()
-        if self.follower.plan.state == "left alone":
+        if self.follower.is_left:
             return  # no plan is faster
         if is_used and self._corrections.is_timed and not solving.is_running:
             self._compare_times()
@@ -641,7 +649,7 @@ class Planner(Controller):
     def _note_kept(self) -> None:
         """Record that steps kept the budget, although the plan was said to be too small: the first measured
         steps hold more, since they move more."""
-        if self.follower.plan.state == "too small":
+        if self.follower.is_too_small:
             self.follower.plan = replace(
                 self.follower.plan, state="planned", smallest_budget_bytes=None
             )
@@ -659,7 +667,7 @@ class Planner(Controller):
         solving, found = self._solving, self._solving.found
         if found is None or solving.is_running:
             return  # another plan is being made
-        is_left = self.follower.plan.state == "left alone"
+        is_left = self.follower.is_left
         # The same trace as before: under a plan, memory that the allocator caches when the plan's own tensors
         # die would count as other memory.
         trace, solution, _ = found
@@ -696,13 +704,13 @@ class Planner(Controller):
         if self.regions is None or self._first_steps.records:
             return False
         plan = self.follower.plan
-        if plan.state == "loaded":
+        if self.follower.is_loaded:
             return bool(plan.regions) and self._steps == 1
         return self.follower.choices is None
 
     def _seems_to_fit(self) -> bool:
         """Whether this step's ended forward would have kept the limit if it had kept everything."""
-        if self.follower.plan.state == "loaded":
+        if self.follower.is_loaded:
             return False
         limits = self._limits
         resident = limits.tiers.evictor.resident
@@ -926,7 +934,7 @@ class Planner(Controller):
                 "everything moved or recomputed that can be"
             )
         at_start = trace.moments[0].other_bytes if trace.moments else 0
-        is_left = self.follower.plan.state == "left alone"
+        is_left = self.follower.is_left
         grown_bytes = max(solution.forecast.peak_bytes, solution.measured_bytes or 0) - at_start
         predicted_bytes = solution.predicted_bytes(bias_bytes)
         holds_too_much = self._guard.plan_for(grown_bytes, predicted_bytes, is_left=is_left)
@@ -954,7 +962,7 @@ class Planner(Controller):
         self._limits.set_resident(self._limits.resident)
         under_way = sum(self._limits.windows)
         self._limits.unplanned = max(0, self._target() - self._most_other_bytes - under_way)
-        if self.regions is not None and self.follower.plan.state != "loaded":
+        if self.regions is not None and not self.follower.is_loaded:
             self.modules_wanted = REGION in solution.choices
         self._corrections.follow(
             predicted_bytes,
