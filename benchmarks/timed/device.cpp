@@ -39,6 +39,7 @@
 #include <string>
 #include <unordered_map>
 #include <unordered_set>
+#include <utility>
 #include <vector>
 
 namespace {
@@ -85,6 +86,7 @@ struct World {
   c10::CachingDeviceAllocator::DeviceStats stats;
   double host = 0;
   int64_t operations = 0, calls = 0;
+  int64_t highest = 0;  // allocated bytes since the last call of highest(), which resets no statistic of PyTorch's
   // Functions of files whose paths have one of these take the host's time.
   std::vector<std::string> counted = {"/backstash/", "/torch/utils/checkpoint.py", "/torch/autograd/graph.py"};
   // Seconds of the host, and rates of the device: set by `rates`.
@@ -214,6 +216,7 @@ struct Allocator final : c10::DeviceAllocator {
     }
     world().stats.allocation[0].increase(1);
     world().stats.allocated_bytes[0].increase(wanted);
+    world().highest = std::max(world().highest, world().stats.allocated_bytes[0].current);
     world().stats.active_bytes[0].increase(size);
     world().blocks[memory] = {size, wanted, owner, {}};
     return memory;
@@ -766,6 +769,10 @@ TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::m
 TORCH_LIBRARY(timed, m) {
   m.def("operations() -> int", [] { return world().operations; });
   m.def("calls() -> int", [] { return world().calls; });
+  m.def("highest() -> int", [] {
+    Locked locked(world().lock);
+    return std::exchange(world().highest, int64_t(world().stats.allocated_bytes[0].current));
+  });
   m.def("busy() -> float[]", [] {
     Locked locked(world().lock);
     std::vector<double> found;

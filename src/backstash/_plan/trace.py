@@ -136,11 +136,10 @@ class TracedRegion:
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """Transfer rates to and from the tier below, in bytes per second, and the latency of each transfer."""
+    """Transfer rates to and from the tier below, in bytes per second."""
 
     down_rate: float
     up_rate: float
-    latency_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +257,7 @@ class Trace:
         # It may be negative, but not by more than the blocks have.
         numbers.append(self.beside_left_bytes + sum(each.nbytes for each in self.blocks))
         numbers += [each.other_bytes for each in self.moments]
-        numbers += [self.links.down_rate, self.links.up_rate, self.links.latency_seconds]
+        numbers += [self.links.down_rate, self.links.up_rate]
         if any(not math.isfinite(each) or each < 0 for each in numbers):
             raise ValueError("a time, a size or a rate is negative or not finite")
         if not (self.links.down_rate and self.links.up_rate):
@@ -312,7 +311,7 @@ class Trace:
                     for each in values["blocks"]
                 ),
                 tuple(Moment(**each) for each in values["moments"]),
-                Links(**values["links"]),
+                Links(*(float(values["links"][name]) for name in ("down_rate", "up_rate"))),
                 float(values["tail_seconds"]),
                 int(values["tail_other_bytes"]),
                 bool(values.get("runs_ahead", False)),
