@@ -20,7 +20,7 @@ from backstash.testing import TwinDevice, stash_on
 from long_tests import takes_long
 from test_device_meter import MIB, planned_on, step
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 
 BEGIN = """
 import sys, warnings
