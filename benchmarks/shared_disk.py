@@ -18,7 +18,8 @@ import time
 import torch
 
 from backstash import Stash
-from backstash.cli._machine import file_system, machine
+from backstash.cli._machine import machine
+from backstash.scratch import file_system
 from backstash.units import format_bytes
 from bench._markdown import markdown
 

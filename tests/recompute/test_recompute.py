@@ -1381,6 +1381,68 @@ def test_values_that_have_other_bits_under_a_mode_raise(values):
     assert not dispatch_modes()
 
 
+svd = torch.linalg.svdvals  # a misleading name
+symmetric_values = torch.linalg.eigvalsh
+vectors_of = torch.linalg.svd
+
+
+class Misleading:
+    eigh = torch.linalg.eigvalsh
+    svdvals = torch.linalg.svd
+
+
+NAMED = [
+    lambda matrix: svd(matrix),
+    lambda matrix: symmetric_values(matrix),
+    lambda matrix: torch.linalg.eigvalsh(matrix),
+    lambda matrix: torch.linalg.svdvals(matrix),
+    lambda matrix: torch.linalg.eigvals(matrix).abs(),
+    lambda matrix: torch.linalg.matrix_norm(matrix, "nuc"),
+    lambda matrix: matrix.norm(p="nuc"),
+    lambda matrix: vectors_of(matrix, full_matrices=False)[1],
+    lambda matrix: torch.linalg.svd(
+        matrix,
+        full_matrices=False,
+    )[1],
+    lambda matrix: torch.linalg.eigh(matrix)[0],
+    lambda matrix: torch.linalg.eig(matrix)[0].abs(),
+]
+UNNAMED = [
+    lambda matrix: torch.svd(matrix).S,
+    lambda matrix: torch.svd(matrix, compute_uv=False)[1],
+    lambda matrix: matrix.svd(compute_uv=False)[1],
+    lambda matrix: Misleading.eigh(matrix),
+    lambda matrix: (lambda own: own(matrix)[1])(torch.linalg.svd),
+    lambda matrix: (lambda own: own(matrix))(torch.linalg.svdvals),
+    lambda matrix: Misleading.svdvals(matrix)[1],
+]
+
+
+@pytest.mark.parametrize("values", NAMED + UNNAMED)
+def test_values_without_a_gradient_are_plain_pytorch_s_or_refused(values):
+    """Whatever the name says. Of values and vectors, and of values alone, the bits differ."""
+
+    class Net(nn.Module):
+        def forward(self, x, matrix):
+            return (x * values(matrix).sum()).sin().exp()
+
+    net, refused = Net(), 0
+    for seed in range(6):
+        torch.manual_seed(seed)
+        x, matrix = torch.randn(4, 16, requires_grad=True), torch.randn(200, 200)
+        matrix = matrix + matrix.T if seed < 3 else matrix + matrix.T + torch.randn(200, 200) / 9
+        plain = net(x, matrix)
+        stash = stash_of()
+        with stash.recompute(net):
+            try:
+                assert torch.equal(net(x, matrix), plain)
+            except UsageError as error:
+                assert "it is unknown whether torch" in str(error)
+                refused += 1
+        assert not dispatch_modes()
+    assert not refused or values in UNNAMED
+
+
 def test_a_decomposition_without_a_gradient_is_the_program_s_own():
     class Net(nn.Module):
         def forward(self, x, matrix):

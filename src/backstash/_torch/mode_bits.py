@@ -1,21 +1,21 @@
 """Correct operations whose bits under a dispatch mode differ from those without one.
 
-``linalg.svdvals`` and ``eigvalsh`` also compute vectors if a gradient may be needed or a dispatch mode is
-active; LAPACK's values then differ in the last bits. So do ``cond`` and the norms of singular values, which
-call them. Of all operators that PyTorch lists for its own tests (``op_db``) only these differ, for tensors
-that need no gradient (``scripts/soak_replays.py --modes``).
+``linalg.svdvals``, ``eigvalsh`` and ``eigvals`` also compute vectors if a gradient may be needed or a dispatch
+mode is active; LAPACK's values then differ in the last bits. So do ``svd(compute_uv=False)``, ``cond`` and the
+norms of singular values, which call them. Of all operators that PyTorch lists for its own tests (``op_db``)
+only these differ, for tensors that need no gradient (``scripts/soak_replays.py --modes``).
 
-A mode sees the same operation for ``svd`` as for ``svdvals``. So this module reads the name of the called
-function from the caller's current instruction. If the caller asked for values only, it gets the values that
-PyTorch computes without a mode. If the name does not decide this (a function in a variable, for example), the
-next operation shows whether the program kept the vectors.
+A mode sees the same operation for ``svd`` as for ``svdvals``. So this module reads from the caller's current
+instruction which function is called. If that function returns values only, the caller gets the values that
+PyTorch computes without a mode. If the instruction does not decide this (a function in a local variable, for
+example), the next operation shows whether the program kept the vectors.
 """
 
 from __future__ import annotations
 
 import dis
 import sys
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any
 
 import torch
@@ -28,13 +28,16 @@ from .storages import keep_identity, storage_of
 __all__ = ["ModeBits"]
 
 _FLAG = {"aten::_linalg_svd": 2, "aten::_linalg_eigh": 2}  # the argument that requests vectors
-_VALUES = {"aten::_linalg_svd": 1, "aten::_linalg_eigh": 0}  # the result with the values
-_WITH_VECTORS = frozenset(("svd", "linalg_svd", "eigh", "linalg_eigh"))
+_VALUES = {
+    "aten::_linalg_svd": 1,
+    "aten::_linalg_eigh": 0,
+    "aten::linalg_eig": 0,
+}  # which result they are
+_WITH_VECTORS = frozenset(("linalg_svd", "linalg_eigh", "linalg_eig"))
 _VALUES_ALONE = frozenset(
     (
-        "svdvals", "linalg_svdvals", "eigvalsh", "linalg_eigvalsh", "cond", "linalg_cond", "norm",
-        "linalg_norm", "matrix_norm", "linalg_matrix_norm", "matrix_rank", "linalg_matrix_rank",
-        "nuclear_norm",
+        "linalg_svdvals", "linalg_eigvalsh", "linalg_eigvals", "linalg_cond", "linalg_norm",
+        "linalg_matrix_norm", "linalg_matrix_rank", "norm", "nuclear_norm",
     )
 )  # fmt: skip
 
@@ -61,13 +64,16 @@ class ModeBits:
             return result
         schema = schema_of(func)
         name = schema.name
-        names = [each.name for each in schema.arguments]
-        given = dict(zip(names, args, strict=False)) | kwargs
-        flag = names[_FLAG[name]]
-        if not given.get(flag, True):
-            return result
+        if name in _FLAG:
+            names = [each.name for each in schema.arguments]
+            given = dict(zip(names, args, strict=False)) | kwargs
+            flag = names[_FLAG[name]]
+            if not given.get(flag, True):
+                return result
+            alone = func(**(given | {flag: False}))[_VALUES[name]]
+        else:
+            alone = torch.ops.aten._linalg_eigvals.default(*args, **kwargs)
         at = _VALUES[name]
-        alone = func(**(given | {flag: False}))[at]
         if torch.equal(alone.view(torch.uint8), result[at].view(torch.uint8)):
             return result
         self.vectors = [_weak(each) for place, each in enumerate(result) if place != at]
@@ -83,7 +89,7 @@ class ModeBits:
     def may_differ(self, func: Any, args: Any) -> bool:
         """Whether the bits of an operation's result may differ."""
         schema = schema_of(func)
-        if schema is None or schema.name not in _FLAG or schema.overload_name:
+        if schema is None or schema.name not in _VALUES or schema.overload_name:
             return False
         return not (args[0].requires_grad and torch.is_grad_enabled())
 
@@ -97,15 +103,17 @@ class ModeBits:
         vectors, self.vectors = self.vectors, []
         if vectors and self._wants_vectors == all(each.expired() for each in vectors):
             raise UsageError(
-                "it is unknown whether torch.linalg.svdvals or eigvalsh (also in cond, matrix_rank, "
-                "norms of singular values) was called on a tensor that needs no gradient, and "
-                "recording operations would change its bits: call it by its name, or outside of what "
-                "is recomputed or planned, or outside of checkpoint_loop's step 0"
+                "it is unknown whether torch.linalg.svdvals, eigvalsh or eigvals (also in cond, matrix_rank, "
+                "svd(compute_uv=False), norms of singular values) was called on a tensor that needs no "
+                "gradient, or is a conjugate or negative view, and recording operations would change its "
+                "bits: call it by its global name (torch.linalg.svdvals), or outside of what is recomputed or "
+                "planned, or outside of checkpoint_loop's step 0"
             )
 
 
 def _called_name(frame: FrameType) -> str:
-    """Return the last name in the expression that ``frame`` calls; ``""`` before Python 3.11."""
+    """Return the name of the function that ``frame`` calls; ``""`` if the instruction does not show which one
+    that is, or before Python 3.11."""
     code = frame.f_code
     if not hasattr(code, "co_positions"):
         return ""
@@ -115,16 +123,39 @@ def _called_name(frame: FrameType) -> str:
     if where is None or where.lineno is None or where.col_offset is None:
         return ""
     begin, end = (where.lineno, where.col_offset), (where.end_lineno, where.end_col_offset)
-    names = [
-        ((at.end_lineno, at.end_col_offset), each.argval)
+    parts = [
+        each
         for each in instructions
-        if each.opname.startswith("LOAD_")
-        and isinstance(each.argval, str)
-        and (at := each.positions) is not None
+        if (at := each.positions) is not None
         and (at.lineno, at.col_offset) == begin
         and (at.end_lineno, at.end_col_offset) < end
     ]
-    return max(names)[1] if names else ""
+    names = [
+        each for each in parts if each.opname.startswith("LOAD_") and isinstance(each.argval, str)
+    ]
+    if not names or len(names) < sum(each.opname not in _SILENT for each in parts):
+        return ""
+    return str(getattr(_found(names, frame), "__name__", ""))
+
+
+_SILENT = ("PUSH_NULL", "CACHE", "EXTENDED_ARG", "PRECALL", "KW_NAMES")
+
+
+def _found(names: list[dis.Instruction], frame: FrameType) -> Any:
+    """Return the object that a chain of names refers to, such as ``torch.linalg.svd``, if it begins with a
+    global name and leads through modules."""
+    first = names[0]
+    if first.opname not in ("LOAD_GLOBAL", "LOAD_NAME"):
+        return None
+    scopes = [frame.f_globals]
+    if first.opname == "LOAD_NAME":  # in no function: this makes no copy of local variables
+        scopes = [frame.f_locals, frame.f_globals]
+    found = next((each[first.argval] for each in scopes if first.argval in each), None)
+    for each in names[1:]:
+        if not isinstance(found, ModuleType):
+            return None
+        found = getattr(found, each.argval, None)
+    return found
 
 
 def _weak(tensor: Tensor) -> Any:
