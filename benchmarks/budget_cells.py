@@ -2,6 +2,7 @@
 
     python benchmarks/budget_cells.py [--tiny] [--regions] [--models gpt,lstm] [--disk DIR] --out FILE
     python benchmarks/budget_cells.py --device cuda --out FILE
+    python benchmarks/budget_cells.py --models gpt --ways plain,keep=43384832,budget=548916089 --rounds 3
     python benchmarks/budget_cells.py --out FILE --draw PICTURE.svg
 
 For each model one process measures a few steps, and plans for six budgets from them; the predictions are
@@ -41,7 +42,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,6 +57,7 @@ from backstash import Stash
 from backstash.cli._allocator import choose, find
 from backstash.cli._resident import reset_resident_peak, resident_peak_bytes
 from backstash.plan import budget_for
+from bench._markdown import markdown
 
 HERE = Path(__file__).resolve().parent
 
@@ -597,6 +599,8 @@ def main() -> None:
     parser.add_argument(
         "--cells", metavar="MODEL", help="only those of which standard input has a line, here"
     )
+    parser.add_argument("--ways", help="run only these, with commas, in turns; print their medians")
+    parser.add_argument("--rounds", type=int, default=3, help="of --ways; default: %(default)s")
     given = parser.parse_args()
     if given.cells:
         for line in sys.stdin:
@@ -644,6 +648,14 @@ def main() -> None:
             given.out.write_text(json.dumps(results, indent=1) + "\n")
 
     named = given.models.split(",") if given.models else MODELS
+    if given.ways:
+        for name in named:
+            rounds = [
+                [cell(name, way) for way in given.ways.split(",")] for _ in range(given.rounds)
+            ]
+            print(f"{name}\n\n{in_turns([*zip(*rounds, strict=True)])}\n", flush=True)
+        processes.close()
+        return
     for name in named:
         if name in results["models"] and not given.models:
             continue
@@ -721,6 +733,30 @@ def summary(models: dict[str, Any]) -> dict[str, Any]:
             is_beaten(after, entry) for entry in models.values() for _, after in budgets_of(entry)
         ),
     }
+
+
+def in_turns(ways: Sequence[Sequence[dict[str, Any]]]) -> str:
+    """The medians of cells that ran in turns, those of one way together."""
+    rows = []
+    for cells in ways:
+        done = [each for each in cells if "failed" not in each]
+        name = str(cells[0]["way"])
+        if len(done) < len(cells):
+            rows.append([name, "failed", "", "", ""])
+            continue
+        peaks = [each["peak_bytes"] / 2**20 for each in done]
+        steps = sorted(map(speedless, done))
+        rows.append(
+            [
+                name,
+                f"{statistics.median(peaks):.0f}",
+                f"{max(each['highest_bytes'] for each in done) / 2**20:.0f}",
+                f"{statistics.median(steps):.2f}",
+                f"{steps[0]:.2f} to {steps[-1]:.2f}",
+            ]
+        )
+    head = ("way", "peak, MiB", "highest of all", "step over probe", "from, to")
+    return markdown(head, rows)
 
 
 def speedless(each: dict[str, Any]) -> float:
