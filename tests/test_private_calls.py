@@ -134,6 +134,7 @@ USED = {
         "torch._C._autograd",
     },
     "host_memory.py": {"_host_emptyCache", "torch._C"},
+    "mode_bits.py": {"torch.ops.aten._linalg_eigvals.default"},
     "module_parts.py": {
         "_buffers",
         "_checkpoint_wrapped_module",

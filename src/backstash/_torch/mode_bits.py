@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dis
 import sys
+from collections.abc import Callable
 from types import FrameType, ModuleType
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from ..errors import UsageError
 from .dispatch import schema_of
+from .lookup import required
 from .storages import keep_identity, storage_of
 
 __all__ = ["ModeBits"]
@@ -33,6 +35,9 @@ _VALUES = {
     "aten::_linalg_eigh": 0,
     "aten::linalg_eig": 0,
 }  # which result they are
+_eigenvalues: Callable[..., Tensor] = required(
+    "torch.ops.aten._linalg_eigvals.default", "computes eigenvalues without vectors"
+)
 _WITH_VECTORS = frozenset(("linalg_svd", "linalg_eigh", "linalg_eig"))
 _VALUES_ALONE = frozenset(
     (
@@ -72,7 +77,7 @@ class ModeBits:
                 return result
             alone = func(**(given | {flag: False}))[_VALUES[name]]
         else:
-            alone = torch.ops.aten._linalg_eigvals.default(*args, **kwargs)
+            alone = _eigenvalues(*args, **kwargs)
         at = _VALUES[name]
         if torch.equal(alone.view(torch.uint8), result[at].view(torch.uint8)):
             return result
