@@ -977,6 +977,10 @@ class Planner(Controller):
             self._guard.trim()  # free what moving needed
         elif begins_step and holds_too_much and self._device is None:
             self._give_back()
+        self._begin_measuring()
+
+    def _begin_measuring(self) -> None:
+        """Record the next steps under a new plan, unless its figures are known or are found without that."""
         if (measured := self._solving.measured) is not None:
             self._corrections.take_as_known(measured)
             self._note_measured()
