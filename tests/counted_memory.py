@@ -34,6 +34,12 @@ class CountedMemory:
         self._stashes.append(weakref.ref(stash))
         return stash
 
+    def close(self):
+        """Each stash that is still there."""
+        for each in self._stashes:
+            if (stash := each()) is not None:
+                stash.close()
+
     def left_bytes(self):
         """Of what is left in place without being a block."""
         left = list(self._left)  # at once: a thread that samples is beside those that save
