@@ -5,6 +5,9 @@ mode is active; LAPACK's values then differ in the last bits. So do ``svd(comput
 norms of singular values, which call them. Of all operators that PyTorch lists for its own tests (``op_db``)
 only these differ, for tensors that need no gradient (``scripts/soak_replays.py --modes``).
 
+Whether a tensor needs a gradient is read from the tensor, except where it is a conjugate or negative view: the
+operation then gets a clone that needs none, which PyTorch has made just before. The mode sees the clone, too.
+
 A mode sees the same operation for ``svd`` as for ``svdvals``. So this module reads from the caller's current
 instruction which function is called. If that function returns values only, the caller gets the values that
 PyTorch computes without a mode. If the instruction does not decide this (a function in a local variable, for
@@ -15,6 +18,7 @@ from __future__ import annotations
 
 import dis
 import sys
+import weakref
 from collections.abc import Callable
 from types import FrameType, ModuleType
 from typing import Any
@@ -35,6 +39,7 @@ _VALUES = {
     "aten::_linalg_eigh": 0,
     "aten::linalg_eig": 0,
 }  # which result they are
+_CLONE = torch.ops.aten.clone.default
 _eigenvalues: Callable[..., Tensor] = required(
     "torch.ops.aten._linalg_eigvals.default", "computes eigenvalues without vectors"
 )
@@ -54,6 +59,8 @@ class ModeBits:
         self.vectors: list[Any] = []
         """What :meth:`look` has to check."""
         self._wants_vectors = True
+        self._clone: Callable[[], Tensor | None] = _nothing
+        self._cloned_by: tuple[int, int] = (0, 0)
 
     def saw(self, func: Any, args: Any, kwargs: Any, result: Any, depth: int) -> Any:
         """Return the result of an operation that has run, or what it would have been without a mode.
@@ -65,7 +72,8 @@ class ModeBits:
             result: its result.
             depth: the depth of the caller's frame, counted from this one.
         """
-        if not self.may_differ(func, args):
+        if not self.may_differ(func, args, depth + 1):
+            self.note_clone(func, args, result, depth + 1)
             return result
         schema = schema_of(func)
         name = schema.name
@@ -91,12 +99,26 @@ class ModeBits:
             return result
         return (*result[:at], alone, *result[at + 1 :])
 
-    def may_differ(self, func: Any, args: Any) -> bool:
-        """Whether the bits of an operation's result may differ."""
+    def may_differ(self, func: Any, args: Any, depth: int) -> bool:
+        """Whether the bits of an operation's result may differ. ``depth`` as in :meth:`saw`."""
         schema = schema_of(func)
         if schema is None or schema.name not in _VALUES or schema.overload_name:
             return False
-        return not (args[0].requires_grad and torch.is_grad_enabled())
+        given = args[0]
+        needs_gradient = given.requires_grad or (
+            self._clone() is given and self._cloned_by == _instruction(sys._getframe(depth))
+        )
+        return not (needs_gradient and torch.is_grad_enabled())
+
+    def note_clone(self, func: Any, args: Any, result: Any, depth: int) -> None:
+        """If ``func`` cloned a conjugate or negative view that needs a gradient, record the clone. The program
+        may have called it, too: only an operation of the same instruction gets the clone from PyTorch.
+        """
+        if func is not _CLONE or not (args[0].is_conj() or args[0].is_neg()):
+            return
+        if args[0].requires_grad and torch.is_grad_enabled():
+            self._clone = weakref.ref(result)
+            self._cloned_by = _instruction(sys._getframe(depth))
 
     def look(self) -> None:
         """Check the last operation, before the next one runs.
@@ -161,6 +183,15 @@ def _found(names: list[dis.Instruction], frame: FrameType) -> Any:
             return None
         found = getattr(found, each.argval, None)
     return found
+
+
+def _instruction(frame: FrameType) -> tuple[int, int]:
+    """Return what identifies the instruction that ``frame``, which is running, executes now."""
+    return id(frame), frame.f_lasti
+
+
+def _nothing() -> None:
+    return None
 
 
 def _weak(tensor: Tensor) -> Any:

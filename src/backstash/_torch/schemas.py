@@ -127,6 +127,7 @@ class Operation:
         "fills",
         "func",
         "is_allocation",
+        "is_clone",
         "is_product",
         "is_random",
         "is_view",
@@ -154,6 +155,7 @@ class Operation:
         """Whether its result shares memory with an argument, and it writes nothing."""
         self.is_product = _is_product(base)
         self.is_allocation = base in _ALLOCATIONS
+        self.is_clone = base == "clone"
         self.fills = base in _FILLS
         self.train_at = OF_TRAINING.get(base, -1)
         self.dropout: tuple[int | str, ...] = ()

@@ -158,7 +158,7 @@ class Effects(SilentMode):
         if operation.writes or operation.train_at >= 0:
             for tensor in operation.written(args, kwargs):
                 self._note(tensor)
-        if operation.makes_bits or has_complex(args):
+        if operation.makes_bits or operation.is_clone or has_complex(args):
             with with_lazy_bits():
                 result = func(*args, **kwargs)
                 result = self._bits.saw(func, args, kwargs, result, depth=2)
