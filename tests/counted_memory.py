@@ -73,7 +73,9 @@ class CountedMemory:
         def packed(tensor):
             before = thread_state.fitting_saves
             given = pack(tensor)
-            if thread_state.fitting_saves > before and not admission.has_in_place(tensor):
+            if thread_state.fitting_saves > before and not admission.identities.has_in_place(
+                tensor
+            ):
                 held = given[0] if type(given) is tuple else given
                 key = held.untyped_storage().data_ptr(), held.untyped_storage().nbytes()
                 self._left[key] += 1

@@ -16,7 +16,9 @@ import torch
 
 from backstash._core import admission as _admission
 from backstash._core import hook_scope as _hook_scope
+from backstash._core import identity as _identity
 from backstash._core.session import Session
+from backstash._core.way_back import WayBack
 from backstash._saved import block as _block
 from backstash._saved import entry as _entry
 from backstash._saved import view as _view
@@ -110,11 +112,11 @@ def _unchecked_in(caller: str) -> Patch:
 
 
 def _by_address(
-    admission: Any, tensor: torch.Tensor, storage: torch.UntypedStorage
+    identities: Any, tensor: torch.Tensor, storage: torch.UntypedStorage
 ) -> _block.StorageVersion:
-    storage_version = admission._storage_versions.get(storage.data_ptr())
+    storage_version = identities._versions.get(storage.data_ptr())
     if storage_version is None or storage_version.version != tensor._version:
-        storage_version = admission._storage_versions[storage.data_ptr()] = _block.StorageVersion(
+        storage_version = identities._versions[storage.data_ptr()] = _block.StorageVersion(
             tensor, storage
         )
     return storage_version
@@ -246,7 +248,7 @@ GUARDS: dict[str, Guard] = {
     # Which bytes are whose.
     "a storage is known by itself, not its address": Guard(
         "freed memory is handed out again at the same address",
-        _all(_replaced(_admission.Admission, "_identify", _by_address), _UNCOMPARED),
+        _all(_replaced(_identity.Identities, "_identify", _by_address), _UNCOMPARED),
         "below",
         short=150,
     ),
@@ -303,7 +305,7 @@ GUARDS: dict[str, Guard] = {
     # Changes in place.
     "the version at unpack, in place": Guard(
         "hooks make autograd skip its own check",
-        _unchecked_in("_unpack_entry"),
+        _unchecked_in("tensor_of"),
         "all kept",
         short=150,
     ),
@@ -326,7 +328,7 @@ GUARDS: dict[str, Guard] = {
     ),
     "the version of a part's copy": Guard(
         "a backward may have changed the copy that it was given",
-        _unchecked_in("_pack_region"),
+        _unchecked_in("_has_copied"),
         not_searched="no program saves a part again after such a backward; tests/core/test_inplace.py does",
     ),
     "only its own thread judges a copy": Guard(
@@ -345,7 +347,7 @@ GUARDS: dict[str, Guard] = {
     ),
     "nothing is deleted at unpack": Guard(
         "retain_graph, double backward and looking unpack again",
-        _after(Stash, "_unpack_entry", _delete),
+        _after(WayBack, "tensor_of", _delete),
         "below",
         short=20,
     ),
@@ -406,7 +408,7 @@ GUARDS: dict[str, Guard] = {
         "only the streams that wait are ordered after the copy",
         _all(
             _DONE_BEFORE_IT_RAN,
-            _before(Stash, "_unpack_entry", _take_for_ordered),
+            _before(WayBack, "tensor_of", _take_for_ordered),
         ),
         "host, never",
         short=150,

@@ -69,7 +69,7 @@ def instructions_of(call: Callable[[], Any]) -> tuple[Any, int]:
 def instructions(directory: str, **budgets: Any) -> tuple[float, float]:
     """The medians for blocks of a second step, down and up, by a stash with ``budgets``."""
     stash = Stash(disk=directory, **budgets)
-    pack = stash._admission.hook(stash._thread_state())
+    pack = stash._admission.hook(stash._session.thread_state())
     x = torch.ones(ELEMENTS, requires_grad=True)
     for _ in range(2):
         saved, downs, ups = [], [], []
@@ -94,7 +94,7 @@ def routes(directory: str) -> tuple[list[list[str]], list[list[str]]]:
     Those of a second step: in the first, of which nothing is expected, each block's bytes are looked at.
     """
     stash = Stash(disk=directory)
-    pack = stash._admission.hook(stash._thread_state())
+    pack = stash._admission.hook(stash._session.thread_state())
     x = torch.ones(ELEMENTS, requires_grad=True)
     kept = []  # so that no slot is free, and none is looked for
     for step in range(2):
@@ -170,7 +170,7 @@ def test_the_ways_pass_their_named_stops_in_order(tmp_path):
     )
     for route, stops in (
         (downs[-1], down),
-        (ups[-1], ("_unpack_entry", "Prefetcher.load", "view_of")),
+        (ups[-1], ("WayBack.tensor_of", "Prefetcher.load", "Entry.view_of")),
     ):
         places = [
             next(at for at, each in enumerate(route) if each.endswith(stop)) for stop in stops

@@ -57,7 +57,7 @@ def test_an_interrupt_while_entering_leaves_what_was_there(monkeypatch, pushed, 
             assert hooks() == before is not None
     else:
         enters()
-    assert hooks() is None and stash._thread_state().scopes == []
+    assert hooks() is None and stash._session.thread_state().scopes == []
 
 
 @pytest.mark.parametrize("left", [True, False])
@@ -85,7 +85,7 @@ def test_an_interrupt_while_leaving_takes_the_pair_out(monkeypatch, left, within
             assert hooks() == before is not None
     else:
         leaves()
-    assert hooks() is None and stash._thread_state().scopes == []
+    assert hooks() is None and stash._session.thread_state().scopes == []
 
 
 def test_an_interrupt_before_it_is_known_what_is_left(monkeypatch):
@@ -99,7 +99,7 @@ def test_an_interrupt_before_it_is_known_what_is_left(monkeypatch):
     monkeypatch.setattr(module, "newest_scope", interrupted)
     with pytest.raises(KeyboardInterrupt):
         stash.__exit__(None, None, None)
-    assert hooks() is None and stash._thread_state().scopes == []
+    assert hooks() is None and stash._session.thread_state().scopes == []
 
 
 def test_leaving_too_often_is_one_error():
@@ -128,7 +128,7 @@ def test_only_an_error_of_torch_func_is_explained():
 
 def test_leaving_brings_the_session_in_order(monkeypatch):
     stash = Stash()
-    thread_state, session, asked = stash._thread_state(), stash._session, []
+    thread_state, session, asked = stash._session.thread_state(), stash._session, []
     monkeypatch.setattr(
         session, "settle", lambda thread_state, ended: asked.append(("settle", thread_state, ended))
     )

@@ -13,7 +13,6 @@ import functools
 import inspect
 import os
 import sys
-import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -27,20 +26,18 @@ from ._core.admission import Admission
 from ._core.hook_scope import Attachment, abandon, enter_scope, leave_scope, newest_scope
 from ._core.session import Session
 from ._core.stats import Stats, collect
+from ._core.way_back import WayBack, changed
 from ._runtime.critical_section import CriticalSection
 from ._runtime.reclaim import ReclaimQueue
 from ._runtime.trace import EventLog, Levels, Recording
 from ._runtime.trim import Trimmer
 from ._runtime.workers import Workers
 from ._saved.compiled import COMPILED_NODE, WholeGraph
-from ._saved.entry import Entry, WrapperEntry, written_unseen
+from ._saved.entry import Entry, WrapperEntry
 from ._saved.handout import RETURNS_NONE, hand_out
 from ._saved.held import Held
-from ._saved.placement import Derivation
-from ._saved.thread_state import ThreadState
-from ._text import clean, html_text, shown
-from ._tiers.device_tiers import DeviceTiers, TierConfig, TierSizes
-from ._tiers.packing import decode_separately
+from ._text import html_text, shown
+from ._tiers.device_tiers import TierConfig, TierSizes
 from ._tiers.windows import MOST_BYTES
 from ._torch.dispatch import count_dispatch_modes
 from ._torch.dynamo import leave_untraced
@@ -48,28 +45,23 @@ from ._torch.engine import current_node
 from ._torch.func_transforms import REFUSAL
 from ._torch.modules import compiled_around, module_that_has
 from ._torch.storages import has_other_owners
-from ._torch.versions import inplace_error
 from .codecs import Codec
 from .errors import (
-    InplaceError,
     StashClosedError,
-    StashCorruptError,
     StashError,
-    StashForkedError,
-    StashIOError,
     StashWarning,
     UsageError,
 )
 from .launcher import ByRank, of_this_rank
 from .policy import Action, CodecChoice, Policy
-from .scratch import scratch
 from .stores import Disk, Store
 from .stores._buffer_pool import BufferPool
 from .units import format_bytes, parse_bytes, parse_limit, with_unit
 
 if TYPE_CHECKING:
     from ._core.controller import Controller
-    from ._recompute.region import FoundModules, Region
+    from ._recompute.found_modules import FoundModules
+    from ._recompute.region import Region
     from .plan import Plan
 
 __all__ = ["Stash"]
@@ -253,7 +245,7 @@ class Stash:
         self._whole_graph = WholeGraph(
             lambda: sum(levels()[each] for each in (0, 2, 3)), prefetch_bytes
         )
-        self._local = threading.local()
+        self._way_back = WayBack(self._session, self._admission)
         self._is_closing = False  # close() was nested; the next call that is not completes it
         self._regions: set[Region] = set()  # the modules' hooks refer to them only weakly
         # Keys of states whose replay was bit-equal; keys of the others, with the reason.
@@ -284,7 +276,7 @@ class Stash:
         """Reset in a forked process: in-flight transfers, moved blocks and counts belong to the parent.
 
         Threads and locks of the parent are not touched. Graphs that the parent made are recognized by the mark
-        of their blocks' reclaim queue (see :meth:`_unpack_entry`).
+        of their blocks' reclaim queue (see :meth:`WayBack.tensor_of`).
         """
         self._section.forked()
         self._is_closing = False
@@ -299,7 +291,7 @@ class Stash:
     # Entering and leaving.
 
     def __enter__(self) -> Stash:
-        thread_state, outer = self._thread_state(), None
+        thread_state, outer = self._session.thread_state(), None
         try:
             outer = newest_scope(thread_state)
             self._enter(None)
@@ -325,14 +317,14 @@ class Stash:
     ) -> None:
         scope = None
         try:
-            scope = newest_scope(self._thread_state())
+            scope = newest_scope(self._session.thread_state())
             self._leave(None)
             if scope is not None:
                 self._admission.hooks_off.left(scope)
         except StashError:
             raise
         except BaseException:  # an interrupt: __exit__ is not called again, so pop the pair
-            thread_state = self._thread_state()
+            thread_state = self._session.thread_state()
             if scope is None or scope in thread_state.scopes:
                 leave_scope(thread_state)
             raise
@@ -347,7 +339,7 @@ class Stash:
             raise StashClosedError(
                 f"stash {self.name or ''} is closed: make a new one".replace("  ", " ")
             )
-        thread_state = self._thread_state()
+        thread_state = self._session.thread_state()
         recorder = self._recorder
         if pack is None:
             pack = self._admission.hook(thread_state)
@@ -359,7 +351,7 @@ class Stash:
             recorder.entered(thread_state, frame)
 
     def _leave(self, frame: FrameType | None) -> None:
-        thread_state = self._thread_state()
+        thread_state = self._session.thread_state()
         try:
             leave_scope(thread_state, frame)
         finally:
@@ -374,15 +366,6 @@ class Stash:
             self._session.try_again()
         if self._is_closing:
             self.close()
-
-    def _thread_state(self) -> ThreadState:
-        thread_state: ThreadState | None = getattr(self._local, "thread_state", None)
-        if thread_state is None:
-            thread_state = self._local.thread_state = self._session.new_thread_state()
-            if not self._section.is_nested():
-                with self._section.lock, self._section:
-                    self._session.close_ended()
-        return thread_state
 
     def __call__(self, fn: _F) -> _F:
         """Wrap ``fn`` so that each call runs under the stash: ``@stash``, ``stash(MyFunction.apply)``.
@@ -496,7 +479,7 @@ class Stash:
                 module,
                 self._session,
                 self._admission,
-                self._thread_state,
+                self._session.thread_state,
                 self._enter,
                 self._leave,
                 self.unpack,
@@ -538,7 +521,7 @@ class Stash:
 
     def pack(self, tensor: Tensor) -> object:
         """Return what autograd holds in place of ``tensor``, for use as a pack hook. See :meth:`unpack`."""
-        return self._admission.hook(self._thread_state())(tensor)
+        return self._admission.hook(self._session.thread_state())(tensor)
 
     # Loading.
 
@@ -568,8 +551,10 @@ class Stash:
             node = current_node()
             if type(node).__name__ == COMPILED_NODE and not self._whole_graph.is_said:
                 self._look_at_compiled(node, packed)
-            timed = self._unpack_timed if self._event_log.on else self._unpack_entry
-            view = timed(packed)
+            if self._is_closing:
+                self.close()
+            way_back = self._way_back
+            view = (way_back.timed_tensor_of if self._event_log.on else way_back.tensor_of)(packed)
             if type(node) in RETURNS_NONE:
                 return view
             view = view.detach()  # a view would keep its base alive
@@ -585,151 +570,12 @@ class Stash:
             module = (
                 (where and where[0]) or module_that_has(tensor) or ("no module" if where else "")
             )
-            raise _changed(tensor.shape, tensor.dtype, module, tensor._version, version)
+            raise changed(tensor.shape, tensor.dtype, module, tensor._version, version)
         return tensor if type(current_node()) in RETURNS_NONE else hand_out(tensor)
 
     def _look_at_compiled(self, node: object, entry: Entry) -> None:
         if self._whole_graph.has_most(node, entry.block):
             warnings.warn(_WHOLE, StashWarning, stacklevel=3)
-
-    def _unpack_timed(self, entry: Entry) -> Tensor:
-        """Unpack in a measured step: exclude the time from the step's computing."""
-        began = self._session.hook_begins(entry.device)
-        try:
-            return self._unpack_entry(entry)
-        finally:
-            self._session.hook_took("unpack hook", began)
-
-    def _unpack_entry(self, entry: Entry) -> Tensor:
-        session, block = self._session, entry.block
-        if block.cleanup.mark is not session.reclaim_queue.mark or session.section.is_nested():
-            return self._unpack_separately(entry)
-        if self._is_closing:
-            self.close()
-        tiers = session.device_tiers[block.number]
-        if tiers.device is not None and tiers.device.is_capturing():
-            return self._unpack_captured(entry)
-        thread_state = getattr(self._local, "thread_state", None) or self._thread_state()
-        section, prefetcher = session.section, tiers.prefetcher
-        with section.lock, section:
-            if session.reclaim_queue:
-                session.drain()
-            for each in session.device_tiers:
-                if each.evictor.inflight.writes:
-                    each.evictor.inflight.complete(thread_state)
-            if session.planners and block.number in session.planners:
-                planner = session.planners[block.number]
-                if planner.note_used(entry.nbytes):
-                    tiers.evictor.shrink(thread_state)
-                if planner.modules_wanted is not None:
-                    self._admission.set_modules(planner)
-            placement, source = block.placement, entry.source
-            is_part = source is not block.storage_version
-            # As Entry.was_changed, inlined; the memory may also have been freed, perhaps while it was copied.
-            if placement.alias is not None or placement.is_unordered or is_part:
-                if source.changed:
-                    if is_part:
-                        raise _lost(entry, source.probe._version)
-                    tiers.evictor.resident.lose(block)
-                    placement = block.placement
-            if placement.lost_at is not None:
-                raise _lost(entry, placement.lost_at)
-            session.predictor.use(block)
-            session.uses += 1
-            if self._event_log.on and block.cleanup.packs is None:
-                self._event_log.emit("use", entry.nbytes, *block.facts[1:])
-            if entry.check is not None:
-                if entry.check.differs():
-                    raise written_unseen(entry)
-                entry.check = None
-            if placement.alias is not None:
-                view: Tensor | None = entry.view_in_place(placement.alias)
-            else:
-                view = prefetcher.at_hand(entry)
-            if view is not None:
-                prefetcher.look_ahead(block)
-                return view
-            derivation = placement.derivation
-            if derivation is None:
-                load, mine = prefetcher.load(block)
-        try:
-            if derivation is not None:
-                return self._derive(entry, derivation, tiers)
-            return prefetcher.view(entry, load, mine=mine)
-        except StashIOError as error:
-            raise _unreadable(entry, error) from error
-
-    def _unpack_separately(self, entry: Entry) -> Tensor:
-        """Return the saved view without waiting for or changing shared state.
-
-        This serves nested calls, and graphs of the parent process in a fork, as far as they are in memory.
-        """
-        block = entry.block
-        placement = block.placement
-        if entry.was_changed:
-            raise _lost(entry, entry.source.probe._version)
-        if placement.lost_at is not None:
-            raise _lost(entry, placement.lost_at)
-        check = entry.check
-        if check is not None and check.differs():
-            raise written_unseen(entry)
-        if placement.alias is not None:
-            return entry.view_in_place(placement.alias)
-        derivation = placement.derivation
-        if derivation is not None:
-            given = derivation.given(self._unpack_separately)
-            tiers = self._session.known_tiers.get(entry.device)
-            device = None if tiers is None or isinstance(tiers, str) else tiers.device
-            return entry.view_of(*decode_separately(entry, derivation, given, device))
-        backing = placement.backing
-        assert backing is not None
-        is_ours = block.cleanup.mark is self._session.reclaim_queue.mark
-        if not is_ours and backing.buffer is None:
-            raise _another_process(entry)
-        offset, address, nbytes = block.offset, block.address, block.nbytes
-        try:
-            root, low = backing.read_separately(offset, address, nbytes, entry.device)
-        except StashIOError as error:
-            raise _unreadable(entry, error) from error
-        return entry.view_of(root, low)
-
-    def _derive(self, entry: Entry, derivation: Derivation, tiers: DeviceTiers) -> Tensor:
-        """Return the saved view of a block that is packed or discarded."""
-        view = tiers.prefetcher.made(entry, derivation, self._used)
-        if view is not None:
-            return view
-        try:
-            given = derivation.given(self._unpack_entry)
-        except StashIOError as error:
-            cause = error.__cause__
-            raise (cause if isinstance(cause, StashIOError) else error) from None
-        try:
-            decoded = tiers.packer.decode(entry, derivation, given)
-        except torch.OutOfMemoryError:
-            tiers.prefetcher.free()
-            decoded = tiers.packer.decode(entry, derivation, given)
-        return tiers.prefetcher.serve_decoded(entry, *decoded)
-
-    def _used(self, entry: Entry) -> None:
-        """Count a use of ``entry``, from which another block was made ahead of need. Called in the section."""
-        block = entry.block
-        self._session.predictor.use(block)
-        self._session.uses += 1
-        if self._event_log.on and block.cleanup.packs is None:
-            self._event_log.emit("use", entry.nbytes, *block.facts[1:])
-
-    def _unpack_captured(self, entry: Entry) -> Tensor:
-        """Return a view of a block in place while a device graph is captured; nothing else is possible then."""
-        block = entry.block
-        with self._session.section.lock:
-            alias = block.placement.alias
-            if alias is not None and not entry.source.changed:
-                return entry.view_in_place(alias)
-        raise UsageError(
-            f"the {str(entry.dtype).removeprefix('torch.')} tensor of shape {tuple(entry.shape)} that "
-            f"{block.cleanup.module or 'no module'} saved before this capture was moved out of memory, "
-            "and replaying the captured graph would not load it: capture forward and backward together"
-        )
 
     # Reading, and closing.
 
@@ -743,7 +589,7 @@ class Stash:
             return self._collect(nested=True)
         if self._is_closing:
             self.close()
-        thread_state = self._thread_state()
+        thread_state = self._session.thread_state()
         with self._session.section.lock, self._session.section:
             self._session.complete(thread_state)
             self._session.drain()
@@ -809,7 +655,7 @@ class Stash:
             self._recorder.set_modules(on=False)
         self._workers.close()
         self._makers.close()
-        thread_state = self._thread_state()
+        thread_state = self._session.thread_state()
         with self._session.section.lock, self._session.section:
             self._session.complete(thread_state)
             self._session.drain()
@@ -856,6 +702,8 @@ def _store(disk: str | os.PathLike[str] | Store | bool | None) -> Store | None:
         return disk
     if disk is not True:
         return Disk(disk)
+    from .scratch import scratch  # imported late: most programs name a directory
+
     found = scratch()
     if found is None:
         raise UsageError(
@@ -942,7 +790,7 @@ class _Region:
 
 def _attach(stash: weakref.ref[Stash], modules: Sequence[nn.Module]) -> FoundModules | None:
     """Record the forwards of modules that the program did not name."""
-    from ._recompute.region import FoundModules
+    from ._recompute.found_modules import FoundModules
 
     alive = stash()
     if alive is None:
@@ -971,51 +819,6 @@ def _levels_of(stash: weakref.ref[Stash]) -> Levels:
         store.used_bytes - unfilled if store is not None else 0,
         sum(tiers.prefetcher.ahead.nbytes for tiers in all_tiers),
     )
-
-
-# Errors of backward when a saved tensor is unavailable: which one, whose, why, and what to do.
-
-
-def _changed(shape: Any, dtype: torch.dtype, module: str, found: int, saved: int) -> InplaceError:
-    """Return the error for a saved tensor that was modified in place; plain PyTorch would raise, too."""
-    where = clean(module) or (
-        "an unknown module (tensors below min_bytes, or kept unmanaged by a budget, have no record; "
-        "min_bytes=0 records small ones)"
-    )
-    remedy = "Change a clone, or change it before it is saved."
-    return inplace_error(_named(shape, dtype, where), found, saved, remedy)
-
-
-def _lost(entry: Entry, found: int) -> InplaceError:
-    module, saved = entry.block.cleanup.module or "no module", entry.source.version
-    return _changed(entry.shape, entry.dtype, module, found, saved)
-
-
-def _another_process(entry: Entry) -> StashForkedError:
-    """Return the error for a forked process's backward: the parent still uses the space of the bytes."""
-    name = _named(entry.shape, entry.dtype, clean(entry.block.cleanup.module) or "no module")
-    return StashForkedError(
-        f"{name} was moved out of memory by the parent process, which still uses that space: run "
-        "backward in the parent process, or run forward again in this process"
-    )
-
-
-def _unreadable(entry: Entry, error: StashIOError) -> StashIOError:
-    """Return the error for bytes that the store could not read, with ``error``'s type and number."""
-    name = _named(entry.shape, entry.dtype, clean(entry.block.cleanup.module) or "no module")
-    if isinstance(error, StashCorruptError):
-        remedy = (
-            "its value is lost: run this step's forward again; other graphs are not affected. If it "
-            "happens repeatedly, the disk is damaged"
-        )
-    else:
-        remedy = "nothing was changed: run the same backward again, or run forward again"
-    return type(error)(error.errno, f"{error.strerror}. It was {name}: {remedy}.")
-
-
-def _named(shape: Any, dtype: torch.dtype, module: str) -> str:
-    kind = str(dtype).removeprefix("torch.")
-    return f"the {kind} tensor of shape {tuple(shape)} that {module} saved"
 
 
 _all: weakref.WeakSet[Stash] = weakref.WeakSet()

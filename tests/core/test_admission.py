@@ -711,7 +711,7 @@ def test_slices_of_another_size_or_module_are_copied(monkeypatch):
     assert not are_one_block(slices(around, nbytes=808))
     base = made(6400)
     assert not are_one_block([around.pack(base[at * 400 :][:400]) for at in range(16)])
-    monkeypatch.setattr("backstash._core.admission.module_path", lambda modules: "another")
+    monkeypatch.setattr("backstash._core.identity.module_path", lambda modules: "another")
     assert not are_one_block(slices(around))
 
 

@@ -458,7 +458,7 @@ def test_a_graph_that_is_dropped_takes_what_was_allowed_with_it(memory, tmp_path
     usual = stash.stats().written_bytes - written
     loss_of(net, stash)
     stash.stats()
-    assert stash._thread_state().allowed_until != stash._session.uses
+    assert stash._session.thread_state().allowed_until != stash._session.uses
     steps, written = stash._planner._steps, stash.stats().written_bytes
     assert torch.equal(step(net, stash), true)
     assert stash._planner._steps == steps + 1

@@ -35,6 +35,9 @@ class Lock:
     def __exit__(self, *_):
         self.held -= 1
 
+    def _is_owned(self):
+        return self.held > 0
+
 
 class Evicts:
     def __init__(self):
@@ -147,7 +150,7 @@ def test_two_threads_that_meet_a_device_make_its_tiers_once():
 def test_a_session_that_begins_anew_holds_nothing_and_knows_the_threads_that_are_alive():
     session = session_with()
     session.put(OTHER, Tiers(1))
-    mine, ended, queue = session.new_thread_state(), ThreadState(), ReclaimQueue()
+    mine, ended, queue = session.thread_state(), ThreadState(), ReclaimQueue()
     ended.thread = lambda: None
     session.thread_states.append(ended)
     mine.saves, session.blocks_alive = 3, 2

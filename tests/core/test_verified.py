@@ -195,7 +195,7 @@ def test_a_write_that_was_undone_while_the_bytes_were_copied():
         third = first.sin()
         held.data.fill_(2.0)
         store.writes.set()
-        stash._session.device_tiers[0].evictor.inflight.finish(stash._thread_state())
+        stash._session.device_tiers[0].evictor.inflight.finish(stash._session.thread_state())
         held.data.fill_(1.0)
         second = x * held
     with pytest.raises(InplaceError, match=r"shape \(300, 300\) that no module saved are unknown"):

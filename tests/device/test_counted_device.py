@@ -157,7 +157,7 @@ def test_what_is_left_in_place_counts_as_memory_once():
     """Otherwise a plan would be thought to hold less than it does, and keep more."""
     device = CountedDevice()
     stash = stash_on(device, keep="1GiB", host="64MiB", min_bytes=0)
-    thread_state = stash._thread_state()
+    thread_state = stash._session.thread_state()
     leave = stash._admission.hook_leaving(thread_state, 8 * NBYTES)
     x, y = (torch.zeros(NBYTES // 4, requires_grad=True) * 1 for _ in range(2))
     left = [leave(x), leave(x), leave(x[4:])]

@@ -116,7 +116,7 @@ def shared_state(stash):
     """What a nested call must leave as it is."""
     tiers = stash._session.device_tiers[0]
     return (
-        list(stash._thread_state().waiting),
+        list(stash._session.thread_state().waiting),
         stash._session.predictor.passes,
         len(stash._session.reclaim_queue),
         tiers.evictor.inflight.written_bytes,

@@ -17,6 +17,8 @@ from torch.autograd.graph import saved_tensors_hooks
 import backstash._budget.first_steps
 import backstash._budget.follower
 import backstash._budget.planner
+import backstash._recompute.call as calls
+import backstash._recompute.found_modules as found_modules
 import backstash._recompute.region as regions
 import backstash._saved.held
 from backstash import Stash
@@ -174,13 +176,13 @@ def test_what_a_replay_that_is_compared_leaves_free_is_not_the_step_s(
     stash, free = memory(budget=OTHER + SAVED // 2 + 8 * MIB, disk=tmp_path), [0]
     compared = []
 
-    def leaving(*given, replay=regions.replay):
+    def leaving(*given, replay=calls.replay):
         if stash._planner.follower.choices is None:
             free[0] += 2 * MIB
             compared.append(1)
         return replay(*given)
 
-    monkeypatch.setattr(regions, "replay", leaving)
+    monkeypatch.setattr(calls, "replay", leaving)
     memory.other = lambda: OTHER + free[0]
     stash._planner._guard.trim = lambda: free.__setitem__(0, 0)
     net, held = model(), []
@@ -763,7 +765,7 @@ def test_a_stash_that_is_closed_in_the_forward_of_a_found_module_leaves_no_tape(
 def test_a_forward_leaves_nothing_to_the_garbage_collector(is_found, memory, tmp_path, monkeypatch):
     """What it holds would be released late, and count as memory until then."""
     begun = []
-    begin, begin_region = regions.Call.__init__, regions.Region.__init__
+    begin, begin_region = calls.Call.__init__, regions.Region.__init__
 
     def beginning(call, *given, **options):
         begin(call, *given, **options)
@@ -773,7 +775,7 @@ def test_a_forward_leaves_nothing_to_the_garbage_collector(is_found, memory, tmp
         begin_region(region, *given, **options)
         region.is_found = is_found  # as if the program had not named it
 
-    monkeypatch.setattr(regions.Call, "__init__", beginning)
+    monkeypatch.setattr(calls.Call, "__init__", beginning)
     monkeypatch.setattr(regions.Region, "__init__", of_the_stash)
     net, stash = model(), memory(budget=OTHER + SAVED // 2 + 8 * MIB, disk=tmp_path)
     with stash.recompute(*net):
@@ -816,5 +818,5 @@ def test_the_program_s_hooks_around_a_module_that_begins_a_plan(
         loss = loss * 2
     assert current_pair() is None and len(stopped) == 1
     loss.backward()
-    assert not hooks_of_all_modules() and not regions._ending
+    assert not hooks_of_all_modules() and not found_modules._ending
     stash.close()

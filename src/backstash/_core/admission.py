@@ -11,13 +11,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from .._device.base import Check, Device
 from .._runtime.weak import WeakTable
-from .._saved.block import Block, PartedStorage, Reduction, StorageVersion
+from .._saved.block import Block, Reduction
 from .._saved.entry import Entry, WrapperEntry
-from .._saved.slice_counts import SliceCounts, Slices
 from .._saved.thread_state import ThreadState
-from .._saved.view import StridedRegion, extent_bytes, raw_alias, reason_to_stay, snapshot
+from .._saved.view import StridedRegion, raw_alias, reason_to_stay, snapshot
 from .._text import shown
 from .._tiers.device_tiers import DeviceTiers
 from .._tiers.packing import Packer, Replayable
@@ -29,6 +27,7 @@ from ..errors import StashClosedError, UsageError
 from ..policy import Action, CodecChoice, Policy, SavedTensor
 from .controller import Controller
 from .hooks_off import HooksOff
+from .identity import MOST_PARTS, Identities, Match, is_separate
 from .session import Session
 
 __all__ = ["NESTED", "PARAMETER", "SMALL", "Admission"]
@@ -46,7 +45,6 @@ _NO_TIER = "no tier below: give disk="
 _NO_HOST = "no tier below: give host="
 _CAPTURED = "a graph of the accelerator is being captured"
 _LEAST_LET_GO = 16 << 10  # bytes of a storage; what is recorded of one takes about 1,000
-_MOST_PARTS = 8  # of a storage that moves as one block
 _REVIEWED_AT_ONCE = 2  # waiting blocks that are checked when a new one is added
 PARAMETER = "a parameter or another leaf that requires a gradient, or a view of one"
 
@@ -120,10 +118,8 @@ class Admission:
         """Forget all blocks, at construction or in a forked child. ``stays`` is why nothing moves now."""
         self._stays = stays
         self._recomputes, self._pass, self._holds_latest = False, -1, False
-        self._storage_versions = WeakTable[tuple[int, int], StorageVersion]()
-        self._parted = WeakTable[int, PartedStorage]()
+        self.identities = Identities()
         self._wrappers = WeakTable[int, WrapperEntry]()
-        self._slice_counts = SliceCounts()
         self.left: dict[str, list[int]] = {}  # by reason: number of tensors, and their bytes
         self.eligible_bytes = self.deduplicated_bytes = self.moved_again_bytes = 0
         self.discarded_bytes = 0  # by regions
@@ -369,13 +365,6 @@ class Admission:
             return "", _DEFAULT
         return "", _Choice(codec=codec if isinstance(codec, Codec) else _asked(codec, described))
 
-    def has_in_place(self, tensor: Tensor) -> bool:
-        """Return whether a block that is in place has the memory of ``tensor``."""
-        known = self._storage_versions.refs.get((storage_identity(tensor.untyped_storage()), 0))
-        version = known() if known is not None else None
-        block = version.block() if version is not None and version.block is not None else None
-        return block is not None and block.placement.is_kept
-
     def settle(self, thread_state: ThreadState) -> None:
         """Admit the blocks that wait in ``thread_state``, if the operation that saved them has ended."""
         session = self._session
@@ -427,66 +416,63 @@ class Admission:
         tiers: DeviceTiers,
         choice: _Choice,
     ) -> Entry:
-        stream = tiers.device.used(tensor) if tiers.device is not None else None
-        nbytes, offset = storage.nbytes(), int(tensor.storage_offset())
-        # A rare wrong "no" costs time, not exactness.
-        needs_all = tensor.nbytes == nbytes and tensor.is_contiguous()
-        source, parted = self._identify(tensor, storage, offset), None
-        if not needs_all:
-            parted = self._parted_storage(tensor, storage, source, tiers, choice)
-        if source.slices is not None:
-            _add_slice(source.slices, tensor, offset)
-        storage_version = source if parted is None else parted
-        known = storage_version.block
-        block = known() if known is not None else None
-        if block is not None and block.is_rounded and not _may_share(block, tensor, choice):
-            block = None
-        if parted is not None:
-            parted.add(source, offset, tensor.nbytes)
-        check: bool | Check = False
+        session, device = self._session, tiers.device
+        stream = device.used(tensor) if device is not None else None
+        found = self.identities.find(
+            tensor,
+            storage,
+            modules,
+            device,
+            session.predictor.passes,
+            codec=choice.codec,
+            # On an accelerator, only backward would find that a part was written and saved after the block has
+            # left memory. What is packed or recomputed is one part.
+            may_part=device is None and choice == _DEFAULT,
+        )
+        block, region = found.block, found.region
         if block is not None:
-            check = _has_bytes(block, tensor, storage, source, parted, tiers.device)
-        if block is not None and check:
-            self._save_again(block, tensor, thread_state, parted, tiers)
+            self._save_again(block, found, tensor, thread_state, tiers)
         else:
-            gone = block
             if thread_state.expecting:
-                self._session.review(thread_state, _REVIEWED_AT_ONCE)
-            if not needs_all:
-                entry = self._pack_part(
-                    tensor, nbytes, thread_state, modules, tiers, choice, source, parted, gone
-                )
-                if entry is not None:
-                    return entry
-            alias = raw_alias(tensor)
-            block = Block(storage_version, alias, self._session.reclaim_queue, tiers.number)
-            block.stream = stream
-            self._admit(block, tensor, thread_state, modules, tiers, choice, gone)
-            storage_version.block = weakref.ref(block)
-            if self._recomputes:
-                self._hold_latest(thread_state, tiers.packer, storage_version.block, alias)
+                session.review(thread_state, _REVIEWED_AT_ONCE)
+            if region is not None:
+                block = self._copy(found, region, tensor, thread_state, modules, tiers, choice)
+            else:
+                alias = raw_alias(tensor)
+                block = Block(found.version, alias, session.reclaim_queue, tiers.number)
+                block.stream = stream
+                self._admit(block, tensor, thread_state, modules, tiers, choice, found.gone)
+                known = found.version.block = weakref.ref(block)
+                if self._recomputes:
+                    self._hold_latest(thread_state, tiers.packer, known, alias)
         block.entries += 1
-        entry = Entry(block, tensor, offset * tensor.element_size())
-        if parted is not None:
-            entry.source = source
-        if not isinstance(check, bool):
-            entry.check = check
+        if region is not None:
+            skipped = region.residue * region.itemsize
+            entry = Entry(block, tensor, skipped, None if region.is_dense else region)
+        else:
+            entry = Entry(block, tensor, int(tensor.storage_offset()) * tensor.element_size())
+            entry.source = found.source
+        if not isinstance(found.check, bool):
+            entry.check = found.check
         return entry
 
     def _save_again(
         self,
         block: Block,
+        found: Match,
         tensor: Tensor,
         thread_state: ThreadState,
-        parted: PartedStorage | None,
         tiers: DeviceTiers,
     ) -> None:
         """Count a save that shares ``block``, and admit the block if this was its last expected save."""
-        self.deduplicated_bytes += tensor.nbytes
         self._session.saved_again(block)
         if thread_state.expecting:
             self._session.review(thread_state, 1)
-        if not block.waits or not _is_saved_often_enough(block, parted):
+        if found.region is not None:
+            self.deduplicated_bytes += found.region.nbytes
+            return
+        self.deduplicated_bytes += tensor.nbytes
+        if not block.waits or not found.version.has_all_saves(block.saves):
             return
         if block.thread_state is thread_state:
             complete = tensor.requires_grad
@@ -494,28 +480,31 @@ class Admission:
         else:
             tiers.evictor.adopt(block)
 
-    def _pack_part(
+    def _copy(
         self,
+        found: Match,
+        region: StridedRegion,
         tensor: Tensor,
-        nbytes: int,
         thread_state: ThreadState,
         modules: list[nn.Module],
         tiers: DeviceTiers,
         choice: _Choice,
-        source: StorageVersion,
-        parted: PartedStorage | None,
-        gone: Block | None,
-    ) -> Entry | None:
-        """Return an entry for a copy of the part that ``tensor`` needs, or ``None`` to hold the storage."""
-        share = nbytes // 2 if _is_separate(tensor) else (nbytes - 1) // 4
-        if gone is None and (parted is not None or _needs_more_than(tensor, share)):
-            return None
-        region = StridedRegion(tensor)
-        if gone is None and (
-            region.nbytes > share or self._are_slices_all(source, tensor, region, modules, tiers)
-        ):
-            return None
-        return self._pack_region(tensor, thread_state, modules, tiers, choice, source, region, gone)
+    ) -> Block:
+        """Return a block of the copied region that was found."""
+        session, source, copy = self._session, found.source, found.copy
+        assert copy is not None and source.regions is not None
+        block = Block(found.version, copy, session.reclaim_queue, tiers.number)
+        if tiers.device is not None:
+            block.stream = tiers.device.stream()
+        # A part of a storage whose other parts are saved separately counts like a whole storage.
+        is_part = is_separate(tensor) and region.nbytes * MOST_PARTS >= session.min_bytes
+        if region.nbytes >= session.min_bytes or choice.tier or is_part:
+            self._admit(block, tensor, thread_state, modules, tiers, choice, found.gone)
+        else:
+            self._keep_copy(block, region.nbytes, thread_state, tiers, tensor.device)
+        source.regions[region.key] = weakref.ref(block)
+        source.copied_bytes += region.nbytes
+        return block
 
     def _hold_latest(
         self, thread_state: ThreadState, packer: Packer, block: weakref.ref[Block], alias: Tensor
@@ -544,125 +533,6 @@ class Admission:
         planner = session.planner_at_work(tiers) if session.planners else None
         if planner is not None:
             self._allow(planner, thread_state, device, is_block=False)
-
-    def _pack_region(
-        self,
-        tensor: Tensor,
-        thread_state: ThreadState,
-        modules: list[nn.Module],
-        tiers: DeviceTiers,
-        choice: _Choice,
-        origin: StorageVersion,
-        region: StridedRegion,
-        gone: Block | None,
-    ) -> Entry | None:
-        """Copy a small region of a storage, so that it does not keep the whole storage alive.
-
-        Also used for a storage whose block ``gone`` has left memory and which may have been written since.
-        Returns ``None`` if the overlapping regions cost as much as the whole storage.
-        """
-        if origin.regions is None:
-            origin.regions = {}
-        known = origin.regions.get(region.key)
-        block = known() if known is not None else None
-        if block is not None and block.is_rounded and not _may_share(block, tensor, choice):
-            block = None
-        has_room = origin.copied_bytes + region.nbytes <= tensor.untyped_storage().nbytes()
-        if block is None and not has_room:
-            return None
-        try:
-            copy = region.copy(tensor)
-        except torch.OutOfMemoryError:
-            return None  # the whole storage needs no extra memory to be saved
-        check: bool | Check = False
-        if block is not None:
-            check = _has_copied(block, copy.untyped_storage(), tiers.device)
-        if block is not None and check:
-            self.deduplicated_bytes += region.nbytes
-            self._session.saved_again(block)
-        elif not has_room:
-            return None
-        else:
-            version = StorageVersion(copy, copy.untyped_storage())
-            block = Block(version, copy, self._session.reclaim_queue, tiers.number)
-            if tiers.device is not None:
-                block.stream = tiers.device.stream()
-            version.origin = origin
-            # A part of a storage whose other parts are saved separately counts like a whole storage.
-            is_part = (
-                _is_separate(tensor) and region.nbytes * _MOST_PARTS >= self._session.min_bytes
-            )
-            if region.nbytes >= self._session.min_bytes or choice.tier or is_part:
-                self._admit(block, tensor, thread_state, modules, tiers, choice, gone)
-            else:
-                self._keep_copy(block, region.nbytes, thread_state, tiers, tensor.device)
-            origin.regions[region.key] = weakref.ref(block)
-            origin.copied_bytes += region.nbytes
-        block.entries += 1
-        skipped = region.residue * region.itemsize
-        entry = Entry(block, tensor, skipped, None if region.is_dense else region)
-        if not isinstance(check, bool):
-            entry.check = check
-        return entry
-
-    def _are_slices_all(
-        self,
-        source: StorageVersion,
-        tensor: Tensor,
-        region: StridedRegion,
-        modules: list[nn.Module],
-        tiers: DeviceTiers,
-    ) -> bool:
-        """Return whether small slices of a storage, of which ``tensor`` is one, are expected to cover it, so
-        that one block holds it. Always ``False`` on an accelerator: if the storage is written between two
-        saves without a new version and the block has left memory, only backward would find the difference.
-        """
-        if tiers.device is not None:
-            return False
-        if source.slices is None:
-            nbytes = tensor.untyped_storage().nbytes()
-            in_pass, module = self._session.predictor.passes, module_path(modules)
-            source.slices = self._slice_counts.begin(in_pass, module, nbytes, region.nbytes)
-            source.slices.add(region.first * region.itemsize, region.nbytes)
-        return source.slices.expected > 0
-
-    def _identify(
-        self, tensor: Tensor, storage: torch.UntypedStorage, offset: int
-    ) -> StorageVersion:
-        # Tensors that share a storage but have their own version counters differ in where they begin.
-        key = storage_identity(storage), 0 if tensor._base is not None else offset
-        ref = self._storage_versions.refs.get(key)
-        storage_version = ref() if ref is not None else None
-        if storage_version is None or not storage_version.is_of(tensor):
-            storage_version = StorageVersion(tensor, storage)
-            self._storage_versions[key] = storage_version
-        return storage_version
-
-    def _parted_storage(
-        self,
-        tensor: Tensor,
-        storage: torch.UntypedStorage,
-        source: StorageVersion,
-        tiers: DeviceTiers,
-        choice: _Choice,
-    ) -> PartedStorage | None:
-        """Return the shared storage that ``tensor`` is a part of (an LSTM gate, for example), or ``None``. It
-        moves as one block, since its parts are mostly saved together.
-
-        ``None`` if ``tensor`` is not such a part, or if it is to be packed or recomputed separately. Always
-        ``None`` on an accelerator: if a part is saved after the block has left memory, only backward would
-        find a difference.
-        """
-        nbytes = storage.nbytes()
-        if tiers.device is not None or choice != _DEFAULT or not _is_separate(tensor):
-            return None
-        if not nbytes // _MOST_PARTS <= tensor.nbytes <= nbytes // 2:
-            return None
-        parted = self._parted.get(source.cdata)
-        if parted is None:
-            parted = PartedStorage(tensor, storage)
-            self._parted[source.cdata] = parted
-        return parted
 
     def _admit(
         self,
@@ -915,73 +785,6 @@ def _reduce_by(block: Block, tensor: Tensor, choice: _Choice, packer: Packer) ->
         reduction.is_whole = block.is_copy or _fills_its_storage(tensor)
 
 
-def _has_copied(block: Block, copy: torch.UntypedStorage, device: Device | None) -> bool | Check:
-    """Return whether ``block``, a copy of a region, has the same bytes as ``copy``."""
-    if block.storage_version.changed:  # by a backward that received it
-        return False
-    if block.placement.is_kept and device is None:
-        return block.has_in_place(copy)
-    if block.mark is None and block.placement.is_kept:
-        block.take_fingerprint(device)
-    return block.has(copy, device)
-
-
-def _needs_more_than(tensor: Tensor, nbytes: int) -> bool:
-    """Whether it is plain that ``tensor`` needs more than ``nbytes`` of its storage: its elements do not repeat
-    and take that much. A ``False`` means nothing."""
-    if tensor.nbytes <= nbytes or 0 in tensor.stride():
-        return False
-    first, end = extent_bytes(tensor)
-    return end - first >= tensor.nbytes
-
-
-def _add_slice(slices: Slices, tensor: Tensor, offset: int) -> None:
-    begin = offset * tensor.element_size()
-    is_plain = not slices.is_new(begin) or 0 not in tensor.stride()
-    slices.add(begin, tensor.nbytes if is_plain else StridedRegion(tensor).nbytes)
-
-
-def _has_bytes(
-    block: Block,
-    tensor: Tensor,
-    storage: torch.UntypedStorage,
-    source: StorageVersion,
-    parted: PartedStorage | None,
-    device: Device | None,
-) -> bool | Check:
-    """Return whether ``block``, of this storage at this version, has the bytes that the storage has now."""
-    if parted is not None and block.is_copy_of(storage):
-        # The block is being written or could not leave: a part may have been written since, here or there.
-        return block.has_in_place(storage)
-    if block.placement.is_kept:
-        return True
-    # On an accelerator a "no" would become an error in backward, and the storage may have been filled
-    # meanwhile. A slice is compared separately, with its copy; otherwise the whole storage would be read for
-    # each slice.
-    needs_all = tensor.nbytes == storage.nbytes() and tensor.is_contiguous()
-    may_ask = device is None or needs_all or not _may_be_being_filled(tensor)
-    if may_ask and (source.slices is None or needs_all):
-        return block.has(storage, device)
-    return False
-
-
-def _may_share(block: Block, tensor: Tensor, choice: _Choice) -> bool:
-    """Return whether ``tensor`` may share a block that a lossy codec rounds: its choice must be lossy, too."""
-    asked = choice.codec
-    if asked is None or asked.exact:
-        return False
-    return block.reduction is not None and tensor.dtype == block.reduction.dtype
-
-
-def _is_saved_often_enough(block: Block, parted: PartedStorage | None) -> bool:
-    """Return whether a block that waits in place was saved as often as expected."""
-    if parted is None or not parted.is_new:
-        return block.saves.done >= block.saves.expected
-    if parted.is_full:
-        block.saves.expected = 0  # it is unknown whether parts will be saved again
-    return parted.is_full
-
-
 def _fills_its_storage(tensor: Tensor) -> bool:
     """Return whether every element of the storage has a value: ``tensor`` has all elements, or is a view of
     such a tensor that autograd made."""
@@ -990,22 +793,6 @@ def _fills_its_storage(tensor: Tensor) -> bool:
     if whole.nbytes != nbytes or whole.dtype != tensor.dtype:
         return False
     return whole.is_contiguous() or StridedRegion(whole).nbytes == nbytes
-
-
-def _may_be_being_filled(tensor: Tensor) -> bool:
-    """Return whether parts of the storage may still be written without a new version.
-
-    A tensor that autograd made is complete. A buffer that the program allocated may be filled through
-    ``.data`` between two saves, as torchdiffeq's solvers do.
-    """
-    base = tensor._base
-    return not (tensor if base is None else base).requires_grad
-
-
-def _is_separate(tensor: Tensor) -> bool:
-    """Return whether autograd made ``tensor`` and does not treat it as a view. If it is a part of its storage,
-    the other parts have their own version counters, as the gates of an LSTM cell on the CPU do."""
-    return tensor._base is None and tensor.requires_grad
 
 
 def _gets_gradient(tensor: Tensor) -> bool:

@@ -124,7 +124,7 @@ class Controller(ABC):
         self, region: Any, modules: Sequence[nn.Module], tiers: DeviceTiers
     ) -> Any | None:
         """Return the plan for one forward of a module that may be recomputed (see
-        :class:`~backstash._recompute.region.Planned`), or ``None`` to recompute it. Takes the lock itself."""
+        :class:`~backstash._budget.planned.Planned`), or ``None`` to recompute it. Takes the lock itself."""
 
     # Time, without the lock.
 

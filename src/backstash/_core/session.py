@@ -10,6 +10,7 @@ garbage collector.
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -39,7 +40,7 @@ _CLEANUPS = (BlockCleanup, DiskCleanup, HostCleanup)
 
 class Session:
     """What one stash holds and counts. Call its methods inside ``with section.lock, section:``, except
-    ``restart`` and ``tiers_of``.
+    ``restart``, ``thread_state`` and ``tiers_of``.
 
     Args:
         config: builds the tiers of each device.
@@ -70,6 +71,8 @@ class Session:
         """Keeps small steps of the CPU in memory, if that is enabled."""
         self.section.rebuilt_by(self.rebuild)
         self._keep = keep  # also for devices that are added later
+        self.local = threading.local()
+        """Has this thread's state, if there is one: see :meth:`thread_state`."""
         self.thread_states: list[ThreadState] = []
         self.uses = 0
         """Uses of blocks by backward so far. A thread's allowance is valid while this does not change."""
@@ -218,13 +221,19 @@ class Session:
             else:
                 expecting.append(waiting)
 
-    def new_thread_state(self) -> ThreadState:
-        """Create the state of this thread. Needs no lock, since appending to a list is atomic."""
-        thread_state = ThreadState()
-        self.thread_states.append(thread_state)
+    def thread_state(self) -> ThreadState:
+        """Return the state of this thread, which its first call creates. Takes the lock itself."""
+        thread_state: ThreadState | None = getattr(self.local, "thread_state", None)
+        if thread_state is None:
+            thread_state = ThreadState()
+            self.thread_states.append(thread_state)  # without the lock: it is atomic
+            self.local.thread_state = thread_state
+            if not self.section.is_nested():
+                with self.section.lock, self.section:
+                    self._close_ended()
         return thread_state
 
-    def close_ended(self) -> None:
+    def _close_ended(self) -> None:
         """Discard the states of threads that have ended."""
         for ended in [each for each in self.thread_states if not each.is_alive()]:
             self.thread_states.remove(ended)

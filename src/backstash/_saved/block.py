@@ -101,6 +101,10 @@ class StorageVersion:
         part, is known; 0 if nothing can be assumed."""
         return 0
 
+    def has_all_saves(self, saves: BlockSaves) -> bool:
+        """Return whether a block of it that waits in place was saved as often as expected."""
+        return saves.done >= saves.expected
+
     @property
     def is_held(self) -> bool:
         """Whether the program still holds the tensor, unchanged and with this storage."""
@@ -160,6 +164,14 @@ class PartedStorage(StorageVersion):
         """See :meth:`StorageVersion.assumed_saves`: one save of each part is assumed."""
         self.is_new = True
         return self._nbytes // nbytes
+
+    def has_all_saves(self, saves: BlockSaves) -> bool:
+        """See :meth:`StorageVersion.has_all_saves`: if it is new, once the saved parts cover all of it."""
+        if not self.is_new:
+            return super().has_all_saves(saves)
+        if self.is_full:
+            saves.expected = 0  # it is unknown whether parts will be saved again
+        return self.is_full
 
     @property
     def is_full(self) -> bool:

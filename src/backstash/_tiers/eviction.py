@@ -168,24 +168,23 @@ class Evictor:
                 block.take_fingerprint(memory.device if memory is not None else None)
             if segments is not None and is_gathered:
                 segments.gather(block, thread_state)
-            else:
-                self._begin_write(block, tier, thread_state)
+                return True
+            backing, transfer = tier.begin(block)
+            inflight.add(
+                block, backing, transfer
+            )  # first: all counts are derived from the placement
+            self.resident.leave(block)
+            # What is larger than the window is waited for in this call. If it is alone there and the tier runs
+            # ahead, the next write waits.
+            if inflight.nbytes > inflight.window_bytes and not (
+                tier.runs_ahead and inflight.is_one
+            ):
+                inflight.stalls.wait(transfer)
+                inflight.complete(thread_state, all_that_ended=True)
         except StashFullError as error:
             self.health.full(error, nbytes)
             return False
         return True
-
-    def _begin_write(self, block: Block, tier: LowerTier, thread_state: ThreadState) -> None:
-        inflight = self.inflight
-        backing, transfer = tier.begin(block)
-        inflight.add(block, backing, transfer)  # first: all counts are derived from the placement
-        self.resident.leave(block)
-        if inflight.nbytes <= inflight.window_bytes:
-            return
-        if tier.runs_ahead and inflight.is_one:
-            return  # larger than the window, and alone in it: continue until the next write
-        inflight.stalls.wait(transfer)  # larger than the window: wait for it in this call
-        inflight.complete(thread_state, all_that_ended=True)
 
     def ease(self, *, earlier: bool = False) -> None:
         """Handle that the device ran out of memory: keep at most half of what was kept from now on. A planner

@@ -149,7 +149,9 @@ class CountedDevice(Accelerator):
         def packed(tensor: Tensor) -> object:
             before = thread_state.fitting_saves
             given = pack(tensor)
-            if thread_state.fitting_saves > before and not admission.has_in_place(tensor):
+            if thread_state.fitting_saves > before and not admission.identities.has_in_place(
+                tensor
+            ):
                 left = cast(Tensor, given[0] if type(given) is tuple else given)
                 storage = left.untyped_storage()
                 key = storage.data_ptr(), storage.nbytes()
