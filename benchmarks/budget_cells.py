@@ -36,6 +36,7 @@ import itertools
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -519,6 +520,9 @@ def predictions(name: str, tiny: bool, kind: str, disk: str, on: str = "cpu") ->
     }
 
 
+WAY = re.compile(r"plain|checkpoint (all|other)|(keep|budget|regions)=\d+")
+
+
 def ways_of(predicted: dict[str, dict[str, Any]], tiny: bool) -> Iterator[str]:
     yield "plain"
     for kind, each in predicted.items():
@@ -649,10 +653,12 @@ def main() -> None:
 
     named = given.models.split(",") if given.models else MODELS
     if given.ways:
+        ways = given.ways.split(",")
+        unknown = [each for each in ways if not WAY.fullmatch(each)]
+        if unknown:
+            parser.error(f"--ways: unknown: {', '.join(unknown)}")
         for name in named:
-            rounds = [
-                [cell(name, way) for way in given.ways.split(",")] for _ in range(given.rounds)
-            ]
+            rounds = [[cell(name, way) for way in ways] for _ in range(given.rounds)]
             print(f"{name}\n\n{in_turns([*zip(*rounds, strict=True)])}\n", flush=True)
         processes.close()
         return
