@@ -95,7 +95,7 @@ class RouteOp:
             self.args = tuple(known(each) for each in op.args)
             self.kwargs = {name: known(each) for name, each in op.kwargs.items()}
         self.is_plain = raw.is_plain and self.may_replay
-        """Whether it computes no lazy conjugates or negations, and its kernel makes none."""
+        """Whether no kernel of it computes lazy conjugates."""
         self.settings = op.settings
         self.is_grad_enabled = op.is_grad_enabled
         self.states = tuple(raw.states)
@@ -248,7 +248,7 @@ class ForwardTape(Tape):  # type: ignore[no-untyped-call]
             return self._differ()
         if step.may_replay and not self._is_as(step, args, kwargs):
             return self._differ()
-        if not step.is_plain and self._bits.may_differ(func, args, depth=3):
+        if operation.is_seen_by_bits and self._bits.may_differ(func, args, depth=3):
             return self._differ()
         writes: list[WriteOp] = []
         in_training = operation.train_at >= 0 and operation.writes_statistics(args)
@@ -264,6 +264,7 @@ class ForwardTape(Tape):  # type: ignore[no-untyped-call]
                 result = func(*args, **kwargs)
             else:
                 result = self._call(func, args, kwargs, operation.makes_bits or has_complex(args))
+            if operation.is_seen_by_bits:
                 self._bits.note_clone(func, args, result, depth=3)
         except BaseException:
             self._differ()  # the program may call it again, with other operands

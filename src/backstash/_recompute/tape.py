@@ -278,7 +278,7 @@ class Tape(SilentMode):
             self._begin_write(each)
         has_bits = operation.makes_bits or (self._is_complex if not why else has_complex(args))
         result = self._call(func, args, kwargs, has_bits)
-        if operation.makes_bits or operation.is_clone:
+        if operation.is_seen_by_bits:
             found = result
             with with_lazy_bits():
                 result = self._bits.saw(func, args, kwargs, found, depth=3)
@@ -304,8 +304,6 @@ class Tape(SilentMode):
                 (each.place, each.fills, each.is_statistic, each.memory.state) for each in writes
             ]
             is_plain = not (has_bits or operation.makes_bits)
-            if operation.is_clone and args[0].is_neg():
-                is_plain = False
             self.steps.append(RawStep(op, reason, states, written, is_plain, self._states))
         return result
 

@@ -31,7 +31,7 @@ from .dispatch import schema_of
 from .lookup import required
 from .storages import keep_identity, storage_of
 
-__all__ = ["ModeBits"]
+__all__ = ["OPERATIONS_SEEN", "ModeBits"]
 
 _FLAG = {"aten::_linalg_svd": 2, "aten::_linalg_eigh": 2}  # the argument that requests vectors
 _VALUES = {
@@ -39,6 +39,8 @@ _VALUES = {
     "aten::_linalg_eigh": 0,
     "aten::linalg_eig": 0,
 }  # which result they are
+OPERATIONS_SEEN = frozenset(("_linalg_svd", "_linalg_eigh", "linalg_eig", "clone"))
+"""The names of the operations that :class:`ModeBits` has to see."""
 _CLONE = torch.ops.aten.clone.default
 _eigenvalues: Callable[..., Tensor] = required(
     "torch.ops.aten._linalg_eigvals.default", "computes eigenvalues without vectors"

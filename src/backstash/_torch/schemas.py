@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .dispatch import has_kernels, schema_of
+from .mode_bits import OPERATIONS_SEEN
 
 __all__ = [
     "ALLOCATES",
@@ -127,9 +128,9 @@ class Operation:
         "fills",
         "func",
         "is_allocation",
-        "is_clone",
         "is_product",
         "is_random",
+        "is_seen_by_bits",
         "is_view",
         "makes_bits",
         "name",
@@ -155,7 +156,8 @@ class Operation:
         """Whether its result shares memory with an argument, and it writes nothing."""
         self.is_product = _is_product(base)
         self.is_allocation = base in _ALLOCATIONS
-        self.is_clone = base == "clone"
+        self.is_seen_by_bits = base in OPERATIONS_SEEN
+        """Whether :class:`~.mode_bits.ModeBits` has to see it."""
         self.fills = base in _FILLS
         self.train_at = OF_TRAINING.get(base, -1)
         self.dropout: tuple[int | str, ...] = ()

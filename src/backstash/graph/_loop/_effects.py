@@ -158,10 +158,11 @@ class Effects(SilentMode):
         if operation.writes or operation.train_at >= 0:
             for tensor in operation.written(args, kwargs):
                 self._note(tensor)
-        if operation.makes_bits or operation.is_clone or has_complex(args):
+        if operation.is_seen_by_bits or operation.makes_bits or has_complex(args):
             with with_lazy_bits():
                 result = func(*args, **kwargs)
-                result = self._bits.saw(func, args, kwargs, result, depth=2)
+                if operation.is_seen_by_bits:
+                    result = self._bits.saw(func, args, kwargs, result, depth=2)
         else:
             result = func(*args, **kwargs)
         if not operation.is_view:
