@@ -580,3 +580,20 @@ def test_a_step_that_uses_a_transform(budget: dict[str, Any]) -> None:
         return [w.grad]
 
     check(run, budget)
+
+
+@pytest.mark.parametrize("of", [lambda z: z.mH, lambda z: z.conj().imag], ids=["mH", "imag"])
+def test_singular_values_of_conjugate_and_negative_views(of: Callable[[Tensor], Tensor]) -> None:
+    """An operation gets a clone of such a view, which needs no gradient even if the view does."""
+
+    def run(loop: Any) -> list[Any]:
+        (x,) = tensors((96, 96))
+
+        def step(state: Tensor) -> Tensor:
+            values = torch.linalg.svdvals(of(torch.complex(state, state.sin())))
+            return torch.sigmoid(state) * values
+
+        end = loop(step, x, 4)
+        return [end, *torch.autograd.grad(end.sum(), x)]
+
+    check(run, {"schedule": Binomial(2)})
