@@ -25,7 +25,15 @@ from .._torch.hook_stack import Scope, own_pack, take_out
 from .._torch.modules import call_frame, is_running
 from ..errors import UsageError
 
-__all__ = ["Attachment", "Hook", "abandon", "enter_scope", "leave_scope", "newest_scope"]
+__all__ = [
+    "Attachment",
+    "Hook",
+    "Removable",
+    "abandon",
+    "enter_scope",
+    "leave_scope",
+    "newest_scope",
+]
 
 
 def enter_scope(
@@ -146,7 +154,9 @@ def _do_nothing(*_: object) -> None:
     """Do nothing: the action of a hook in a model that was loaded."""
 
 
-class _Removable(Protocol):
+class Removable(Protocol):
+    """A handle of registered hooks."""
+
     def remove(self) -> None: ...
 
 
@@ -161,7 +171,7 @@ class Attachment:
         handles: the handles of its hooks.
     """
 
-    def __init__(self, owner: str, handles: Sequence[_Removable]) -> None:
+    def __init__(self, owner: str, handles: Sequence[Removable]) -> None:
         self._is_removed = False
         self._owner = owner
         self._handles = tuple(handles)

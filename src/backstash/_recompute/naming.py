@@ -11,10 +11,10 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
 from torch import nn
 
+from .._core.hook_scope import Removable
 from .._torch.modules import compiled_around, is_compiled
 
 __all__ = ["Naming", "largest_modules"]
@@ -22,12 +22,6 @@ __all__ = ["Naming", "largest_modules"]
 _PART = 8  # one call saves at most 1/8 of the step's bytes
 _MOST_PART = 2  # or 1/2, if its submodules save little of that
 _COVERED = 0.75  # the submodules replace a module if they save at least this share of its bytes
-
-
-class Removable(Protocol):
-    """A handle of registered hooks."""
-
-    def remove(self) -> None: ...
 
 
 class Naming:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._core.hook_scope import Removable
 from .._core.session import Session
 from .._saved.block import Block
 from .._saved.entry import Entry
@@ -27,7 +28,7 @@ from .._torch.engine import in_backward
 from .._torch.modules import call_frame, mark_outermost_call
 from .blocks import MOST_OPERATIONS, InPlace, Replay, slice_of
 from .context_tape import ContextTape
-from .naming import Naming, Removable
+from .naming import Naming
 from .operations import Outside, Place, State, copied, is_small
 from .tape import UNSEEN, Leaver
 

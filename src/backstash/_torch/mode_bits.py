@@ -134,9 +134,9 @@ class ModeBits:
             raise UsageError(
                 "it is unknown whether torch.linalg.svdvals, eigvalsh or eigvals (also in cond, matrix_rank, "
                 "svd(compute_uv=False), norms of singular values) was called on a tensor that needs no "
-                "gradient, or is a conjugate or negative view, and recording operations would change its "
-                "bits: call it by its global name (torch.linalg.svdvals), or outside of what is recomputed or "
-                "planned, or outside of checkpoint_loop's step 0"
+                "gradient, and recording operations would change its bits: call it by its global name "
+                "(torch.linalg.svdvals), or outside of what is recomputed or planned and of checkpoint_loop's "
+                "step 0, or give Stash(recompute=False)"
             )
 
 
