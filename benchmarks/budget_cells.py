@@ -1,4 +1,4 @@
-"""Six models within six budgets each: predictions first, then what was measured, beside the other ways.
+"""Six models within six budgets each: predictions first, then what was measured, compared with the other ways.
 
     python benchmarks/budget_cells.py [--tiny] [--regions] [--models gpt,lstm] [--disk DIR] --out FILE
     python benchmarks/budget_cells.py --device cuda --out FILE
@@ -16,7 +16,7 @@ steps from the second on, those that measure and correct included: it is what a 
 medians of the last steps. A cell's losses are compared with plain's. All cells stay in FILE; a model that it
 has already is run again only when it is named.
 
-Beside its steps each process times the same few matrix products (``probe_seconds``, the median), since a shared
+Around its steps each process times the same few matrix products (``probe_seconds``, the median), since a shared
 machine's speed may change from second to second: of the two figures for the time, "by the machine's speed" is
 of steps over probes (``step_probes``: the median of steps, each over the mean of the two probes around it).
 
@@ -280,7 +280,7 @@ class Ground:
         return contextlib.nullcontext()
 
     def reset_peak(self) -> None:
-        """From now on :meth:`peak_bytes` counts anew."""
+        """From now on :meth:`peak_bytes` counts from the start."""
         reset_resident_peak()
 
     def peak_bytes(self) -> int:
@@ -296,7 +296,7 @@ class Ground:
         return float(until - since)
 
     def probe(self) -> float:
-        """Seconds of a fixed calculation, which tell this machine's speed now; 0 where no machine has part."""
+        """Seconds of a fixed calculation, as a measure of this machine's speed; 0 where no machine has part."""
         began = time.perf_counter()
         for _ in range(PROBED):
             torch.mm(self._matrix, self._matrix)
@@ -452,7 +452,7 @@ def work(name: str, tiny: bool, way: str, disk: str, on: str = "cpu") -> dict[st
         "processor_seconds": statistics.median(processor for _, processor, _ in timed),
         "probe_seconds": statistics.median(probes),
         "step_probes": statistics.median(
-            wall / beside for (wall, *_), beside in zip(timed, around, strict=True)
+            wall / probe for (wall, *_), probe in zip(timed, around, strict=True)
         ),
         "losses": hashlib.sha256("".join(losses[:6]).encode()).hexdigest()[:12],
         "load": os.getloadavg()[0],
@@ -486,7 +486,7 @@ def predictions(name: str, tiny: bool, kind: str, disk: str, on: str = "cpu") ->
         probes[state].append(ground.probe())
     plan = stash.plan
     assert plan is not None and plan.trace is not None and plan.plain is not None
-    beside = {
+    mean_probes = {
         # The first step takes what only a first one does, and so does the first that is left alone.
         kind: statistics.mean(probes[kind][1:] or probes["planned"][1:])
         for kind in probes
@@ -497,7 +497,7 @@ def predictions(name: str, tiny: bool, kind: str, disk: str, on: str = "cpu") ->
     for share in SHARES:
         each = plan.at(int(least + share * (budget_for(most) - least)))
         assert each.predicted is not None
-        probe = beside["left alone" if each.state == "left alone" else "planned"]
+        probe = mean_probes["left alone" if each.state == "left alone" else "planned"]
         found.append(
             {
                 "budget_bytes": each.budget_bytes,
@@ -515,7 +515,7 @@ def predictions(name: str, tiny: bool, kind: str, disk: str, on: str = "cpu") ->
         "smallest_bytes": least,
         "plain_bytes": most,
         "saved_bytes": saved,
-        "probe_seconds": beside["planned"],
+        "probe_seconds": mean_probes["planned"],
         "budgets": found,
     }
 
@@ -728,7 +728,7 @@ def summary(models: dict[str, Any]) -> dict[str, Any]:
             abs(speedless(after) / speedless(before) - 1) <= 0.1 for before, after in ran
         ),
         "step within 10% of the prediction in the same process": sum(
-            abs(after["step_seconds"] / foretold(after) - 1) <= 0.1 for _, after in ran
+            abs(after["step_seconds"] / predicted_seconds(after) - 1) <= 0.1 for _, after in ran
         ),
         "budgets over 5% slower than a smaller one": sum(
             is_slower_than_a_smaller_one(after, entry)
@@ -771,7 +771,7 @@ def speedless(each: dict[str, Any]) -> float:
     return float(known or each["step_seconds"] / (each["probe_seconds"] or 1))
 
 
-def foretold(cell: dict[str, Any]) -> float:
+def predicted_seconds(cell: dict[str, Any]) -> float:
     """Seconds of a step by the plan that its process followed, without the probe before it, which is a part of
     the step to the stash."""
     predicted = cell["plan"]["predicted"]

@@ -4,7 +4,7 @@
 
 An allocator that reuses what was freed may keep it in pieces that fit nothing later. Each allocator gets a
 process of its own under ``backstash run --malloc``; each step is a chain of tensors of 64 KiB to 3 MiB whose
-size is drawn anew (the same draws for all). Printed: resident bytes over the start after a tenth of the steps
+size is drawn again (the same draws for all). Printed: resident bytes over the start after a tenth of the steps
 and at the end, their peak, and processor seconds and page faults of a step.
 """
 

@@ -2,7 +2,7 @@
 
     python benchmarks/fingerprints.py
 
-Medians of the device's time and of the host's, for storages of 1, 32 and 128 MiB, each told twenty times.
+Medians of the device's time and of the host's, for storages of 1, 32 and 128 MiB, each twenty times.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ def main() -> None:
     for mib in SIZES:
         words = torch.randint(1 << 30, (mib << 18,), dtype=torch.int32, device=device)
         storage = words.untyped_storage()
-        for name, told in (
+        for name, compute in (
             ("kernel", fingerprint.sums),
             ("operations", fingerprint._sums),
         ):
             given = storage, 0, storage.nbytes()
-            told(*given)
+            compute(*given)
             spans, hosts = [], []
             for _ in range(REPEATS):
                 torch.cuda.synchronize()
                 marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
                 began = time.perf_counter()
                 marks[0].record()
-                told(*given)
+                compute(*given)
                 marks[1].record()
                 hosts.append(time.perf_counter() - began)
                 torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""What hooks cost: ours beside torch's bare ones and beside a traced graph.
+"""What hooks cost: ours compared with torch's bare ones and with a traced graph.
 
     python benchmarks/hooks_overhead.py                     measure, and write results/hooks_overhead.json
     python benchmarks/hooks_overhead.py --tiny --out FILE   seconds; the figures mean nothing

@@ -6,7 +6,7 @@
 
 A step is so many equal blocks (linear, GELU, linear, LayerNorm) in float32, one thread a process, forward,
 backward and the reduction of gradients; no optimizer. Each figure is the least of several steps, because a
-machine that others use makes some of them longer and none shorter. glibc is told to give back what was freed,
+machine that others use makes some of them longer and none shorter. glibc is set to give back what was freed,
 so that resident memory is what is held: that makes every step slower, in the costs and in the processes alike.
 """
 

@@ -1,7 +1,7 @@
 """What a job of many ranks would take, by what one process was measured to take: a simulation.
 
     python benchmarks/job_simulation.py [--costs FILE] [--ranks 1,8,4096] [--out FILE]
-    python benchmarks/job_simulation.py --validate FILE       beside what processes here took
+    python benchmarks/job_simulation.py --validate FILE       compare with what processes here took
 
 `job_processes.py` measures the costs (results/job_costs.json) and runs real processes
 (results/job_processes.json). Here nothing runs: a step is a list of blocks, each with its bytes and its seconds
@@ -26,7 +26,7 @@ Assumptions, all of them:
   waits for but who needs it; the replicas of a stage reduce their gradients after the last backward.
 - Memory is what a rank holds of saved tensors at once (under a stash both windows and a block in use, where a
   step saves as much), its gradients (twice where it is data parallel: DDP's buckets), and what one process was
-  measured to hold beside these. Weights are not counted.
+  measured to hold in addition to these. Weights are not counted.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Costs:
     saved_bytes: int
     input_bytes: int
     gradient_bytes: int
-    rest_bytes: int  # that a step holds beside what is saved and the gradients
+    rest_bytes: int  # that a step holds in addition to what is saved and the gradients
     process_write_bytes_per_second: float  # that one process alone takes of the disk
     process_read_bytes_per_second: float
     disk_write_bytes_per_second: float  # of the machine's disk: several processes together
@@ -293,7 +293,7 @@ def table(costs: Costs, counts: list[int], blocks: int) -> str:
 
 
 def validation(costs: Costs, path: Path) -> str:
-    """What real processes held and took, beside what is simulated for them; a step over plain's of its job."""
+    """What real processes held and took, next to what is simulated for them; a step over plain's of its job."""
     facts = json.loads(path.read_text(encoding="utf-8"))
     lines = [
         "| processes | schedule | way | memory: measured MiB | simulated | ratio "
@@ -330,8 +330,8 @@ def main() -> int:
         text = table(costs, counts, 96)
     print(text)
     if options.out is not None:
-        told = [facts["machine"], text, *([facts["disk"]] if "disk" in facts else [])]
-        options.out.write_text("\n\n".join(map(str, told)) + "\n", encoding="utf-8")
+        sections = [facts["machine"], text, *([facts["disk"]] if "disk" in facts else [])]
+        options.out.write_text("\n\n".join(map(str, sections)) + "\n", encoding="utf-8")
     return 0
 
 

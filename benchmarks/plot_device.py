@@ -1,4 +1,4 @@
-"""Draws the accelerator's results: what a step takes and holds in each way, beside plain and the floor.
+"""Draws the accelerator's results: what a step takes and holds in each way, next to plain and the floor.
 
     python benchmarks/plot_device.py benchmarks/results/device.json docs/gpu.svg
 

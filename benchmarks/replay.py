@@ -1,4 +1,4 @@
-"""A step under ``Stash.recompute`` beside plain PyTorch and ``torch.utils.checkpoint``.
+"""A step under ``Stash.recompute`` compared with plain PyTorch and ``torch.utils.checkpoint``.
 
     OMP_NUM_THREADS=1 python benchmarks/replay.py           # prints a table; a minute
     OMP_NUM_THREADS=1 python benchmarks/replay.py --tiny    # small, for tests

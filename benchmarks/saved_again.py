@@ -30,9 +30,9 @@ def main() -> int:
 
     def timed(*arguments):
         began = time.perf_counter()
-        told = take(*arguments)
+        found = take(*arguments)
         taken.append(time.perf_counter() - began)
-        return told
+        return found
 
     block.fingerprint = timed
     for name in options.workloads:

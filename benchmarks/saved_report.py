@@ -12,7 +12,7 @@ says is allocated.
 
 *overhead*: steps (forward, backward) without a report, under one, under one that looks at no values, and
 without one again, in turn, in one process for each model; the ratios are medians of the rounds' own. Times
-are of the processor, on one thread (of the clock, on an accelerator). The second one without tells what
+are of the processor, on one thread (of the clock, on an accelerator). The second one without shows what
 chance does. *an operation*: a chain of small operations, forward and backward,
 where there is nothing but saves. *entering*: looking at all of Python's objects for the tensors that are there
 already, once for each report.

@@ -5,7 +5,7 @@
     benchmarks/startup.py --repeats 3 --out startup.json
 
 Each is a process of its own. Seconds are those of the processor (user and system), which a busy
-machine changes less than those of the clock; the clock's stand beside them. "To the first line" is
+machine changes less than those of the clock; the clock's are next to them. "To the first line" is
 until the script's first line after `import torch` runs. Medians; the least and the most in brackets.
 """
 

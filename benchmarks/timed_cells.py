@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""What a step would take on an accelerator that is not here: budgets beside checkpoints and what is possible.
+"""What a step would take on an accelerator that is not here: budgets, checkpoints and what is possible.
 
     python benchmarks/timed_cells.py [--models gpt,llama,resnet152] [--tiny] --out FILE.json
 

@@ -26,7 +26,7 @@ _BLOCK = re.compile(r"(<!-- (table|summary): (\S+) -->\n).*?(<!-- end of table -
 
 
 def summary(results: dict[str, Any]) -> str:
-    """Of each step that a results file has: the ways, how long they take and how much memory, beside plain."""
+    """Of each step that a results file has: the ways, how long they take and how much memory, next to plain."""
     parts = []
     for section in results["sections"]:
         rows = [

@@ -5,7 +5,7 @@
 Without it, what is saved again at the same version is taken for what left, which is what any key of a storage
 and its version would do, and no fingerprint is taken. Each pair runs both, in an order that changes from
 pair to pair; the first pair, in which fingerprints are taken and the stash learns what is saved again, is
-printed by itself. What is told of the others: medians of the step's seconds by the clock and of the processor,
+printed separately. Reported of the others: medians of the step's seconds by the clock and of the processor,
 the page faults, and the median of the pairs' ratios with the range of its middle half. The default takes some
 six minutes on two cores. On a busy machine the clock says little; the processor's seconds say more.
 """

@@ -56,7 +56,7 @@ is_ready() {
     return 1
 }
 
-# install REQUIREMENT: makes .venv anew if it is of another Python or does not work, and fills it.
+# install REQUIREMENT: makes .venv again if it is of another Python or does not work, and fills it.
 install() {
     local python
     find_python

@@ -1,7 +1,7 @@
 """Run one training script plainly and under ``backstash run``, and compare the two.
 
 Memory is what the operating system accounts to each process (``ru_maxrss``). A run of no steps,
-both ways, tells how much of it the start takes: the interpreter, PyTorch, the model. Exits with
+both ways, shows how much of it the start takes: the interpreter, PyTorch, the model. Exits with
 status 1 if the loss of any step differs in any bit. Where one does, the plain run is made once more:
 PyTorch does not always repeat its own first step on the CPU (``backstash._torch.mkl`` says why).
 """

@@ -27,7 +27,7 @@ torch.save(w.grad, __import__("sys").argv[1])
 
 
 def command(*arguments: str) -> str:
-    """What ``backstash ARGUMENTS`` prints, by the command that was installed beside the interpreter."""
+    """What ``backstash ARGUMENTS`` prints, by the command that was installed next to the interpreter."""
     path = Path(sys.executable).parent / "backstash"
     done = subprocess.run([path, *arguments], capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{arguments}: status {done.returncode}\n{done.stderr}"

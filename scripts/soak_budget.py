@@ -3,7 +3,7 @@
 
     scripts/soak_budget.py                           # both
     scripts/soak_budget.py lengths --steps 200       # GPT blocks, batches of random length
-    scripts/soak_budget.py gaps                      # plans from recorded steps beside a linear program
+    scripts/soak_budget.py gaps                      # plans from recorded steps compared with a linear program
 
 lengths: each way (plain PyTorch, a budget with a disk, one without) trains in a process of its own on the same
 batches. A step is over the budget where the resident peak that the system counted in it is. Every loss must be
@@ -13,7 +13,7 @@ budget.
 
 gaps: for each model of benchmarks/budget_cells.py a step is recorded, without and with all its blocks given to
 Stash.recompute, and planned for ten budgets between the smallest that can be kept and what plain PyTorch takes.
-A linear program is solved beside it by SciPy, in which a fraction of a block or of a region may be kept, the
+SciPy solves a linear program to compare with, in which a fraction of a block or of a region may be kept, the
 plan's windows are full where it moves anything, and what is saved after the last block that goes is left alone;
 one in which a region runs again whole or not at all, as it has to; and one in which what moves takes no window,
 which is below whatever any plan can do. It fails where the gap to the first at the 95th percentile is above 3%.
@@ -98,7 +98,7 @@ def in_process(*arguments: str) -> dict[str, Any]:
 def lengths(steps: int, disk: str) -> bool:
     """Whether all held."""
     plain = in_process("plain", str(steps), "0", disk)
-    # What the libraries and the weights take, and a share of what plain PyTorch takes beside.
+    # What the libraries and the weights take, and a share of what plain PyTorch takes in addition.
     least, most = min(plain["peaks"]), max(plain["peaks"])
     good = True
     for way, share in (("disk", 0.5), ("disk", 0.7), ("memory", 0.75)):
@@ -163,21 +163,21 @@ def gaps(disk: str) -> bool:
                 seconds += trace.extra_seconds(all_stay=False) - trace.extra_seconds(all_stay=True)
             least_seconds = linear_program(trace, budget, largest)
             free.append(seconds / least_seconds - 1)
-            # Where nothing fits beside full windows, the plan's are not full.
+            # Where nothing fits in addition to full windows, the plan's are not full.
             for gaps_to, are_whole in ((of_model, False), (of_whole, True)):
                 bound = linear_program(trace, budget, largest, reserved, whole_regions=are_whole)
                 if bound == math.inf:
                     bound = linear_program(trace, budget, largest, whole_regions=are_whole)
                 gaps_to.append(seconds / bound - 1)
         found, whole = found + of_model, whole + of_whole
-        beside = ""
+        whole_gaps = ""
         if trace.regions:
-            beside = (
+            whole_gaps = (
                 f"; with whole regions {statistics.median(of_whole):.2%} and {max(of_whole):.2%}"
             )
         print(
             f"{name}, {way}: {len(trace.blocks)} blocks, {len(trace.regions)} regions; "
-            f"gap {statistics.median(of_model):.2%} in the median, {max(of_model):.2%} at most{beside}",
+            f"gap {statistics.median(of_model):.2%} in the median, {max(of_model):.2%} at most{whole_gaps}",
             flush=True,
         )
     at_95, free_at_95, whole_at_95 = (
@@ -185,8 +185,8 @@ def gaps(disk: str) -> bool:
     )
     print(
         f"{len(found)} plans: gap {statistics.median(found):.2%} in the median, {at_95:.2%} at the 95th "
-        f"percentile; beside a program with whole regions {statistics.median(whole):.2%} "
-        f"and {whole_at_95:.2%}, and beside one in which what moves takes no memory "
+        f"percentile; compared with a program with whole regions {statistics.median(whole):.2%} "
+        f"and {whole_at_95:.2%}, and with one in which what moves takes no memory "
         f"{statistics.median(free):.2%} and {free_at_95:.2%}; a plan took {statistics.median(took):.2f} s, "
         f"{max(took):.2f} at most"
     )

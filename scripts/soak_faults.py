@@ -154,7 +154,7 @@ def transfers(options: argparse.Namespace, where: Path) -> Iterator[Trial]:
 
 
 def flips(options: argparse.Namespace, where: Path) -> Iterator[Trial]:
-    """A byte that changes on disk is told by ``verify=True``, or changes nothing."""
+    """A byte that changes on disk is detected by ``verify=True``, or changes nothing."""
     rng = random.Random(options.seed)
     stash = Stash(disk=Disk(where, verify=True), min_bytes=64, inflight=0)
     with stash:

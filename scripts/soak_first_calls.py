@@ -6,7 +6,7 @@
 
 Without backstash some do not: PyTorch's packages hold an MKL whose first call, made by two threads
 at once, may be of low accuracy (https://github.com/pytorch/pytorch/issues/188792). It is shown here
-because every comparison with plain PyTorch across processes meets it. With ``import torch, backstash``
+because every comparison with plain PyTorch across processes encounters it. With ``import torch, backstash``
 none may differ: then this ends with status 1.
 """
 

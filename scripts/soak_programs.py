@@ -41,7 +41,7 @@ from programs.places import CPU, Accelerator, Place, Simulated
 from programs.search import Found, search
 from programs.ways import DEVICE_WAYS, WAYS
 
-TRIED = "."  # what a process tells of each program before it runs it
+TRIED = "."  # what a process writes for each program before it runs it
 
 
 def soak(options: argparse.Namespace) -> int:
@@ -78,7 +78,7 @@ def soak(options: argparse.Namespace) -> int:
             left -= found.programs
             failing.clear()
             failed += found.error is not None
-            print(f"seed {number:<6} {found.programs:5} programs  {_told(found)}", flush=True)
+            print(f"seed {number:<6} {found.programs:5} programs  {_outcome(found)}", flush=True)
             number += 1000
             if failed >= options.most_failures or time.monotonic() > until:
                 break
@@ -92,7 +92,7 @@ def _place(options: argparse.Namespace) -> Place:
     return CPU if options.simulated is None else Simulated(options.simulated, options.seed)
 
 
-def _told(found: Found) -> str:
+def _outcome(found: Found) -> str:
     if found.error is None:
         return "equal"
     kind = type(found.error).__name__
@@ -160,19 +160,19 @@ def _undone(name: str, options: argparse.Namespace) -> tuple[int, str]:
             os._exit(0)
     os.close(ours)
     with open(theirs, "rb") as pipe:
-        told = pipe.read().decode()
+        output = pipe.read().decode()
     _, status = os.waitpid(child, 0)
-    tried = told.count(TRIED)
+    tried = output.count(TRIED)
     if os.WIFSIGNALED(status):
         return tried, f"the process ended by {signal.Signals(os.WTERMSIG(status)).name}"
-    return tried, told.replace(TRIED, "")
+    return tried, output.replace(TRIED, "")
 
 
-def _search_without(guard: Guard, options: argparse.Namespace, tell: int) -> str:
+def _search_without(guard: Guard, options: argparse.Namespace, pipe: int) -> str:
     ways = {way: WAYS[way] for way in WAYS if re.search(guard.ways, way)}
 
     def check(steps: list) -> None:
-        os.write(tell, TRIED.encode())
+        os.write(pipe, TRIED.encode())
         judge(steps, directory, ways)
 
     with tempfile.TemporaryDirectory() as directory, guard.undone():
@@ -187,9 +187,9 @@ def _search_without(guard: Guard, options: argparse.Namespace, tell: int) -> str
 def table(result: Path) -> str:
     """Return the rows of a kept ``--undo`` run, with the purpose of each guard, as a table."""
     rows = ["| undone | what it is for | programs until it was missed |", "| --- | --- | ---: |"]
-    told = {line[:52].strip(): line[52:].strip() for line in result.read_text().splitlines()}
+    outcomes = {line[:52].strip(): line[52:].strip() for line in result.read_text().splitlines()}
     for name, guard in GUARDS.items():
-        said = told.get(name, "not in this run")
+        said = outcomes.get(name, "not in this run")
         count = re.match(r"(\d+) programs", said)
         if count is not None and "MISSED" not in said:
             said = count[1]

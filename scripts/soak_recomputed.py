@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Random networks of which parts are computed again, beside plain PyTorch: every bit must agree.
+"""Random networks of which parts are computed again, compared with plain PyTorch: every bit must agree.
 
     scripts/soak_recomputed.py                           # 1,500 networks
     scripts/soak_recomputed.py --networks 100 --seed 5000

@@ -5,7 +5,7 @@
     scripts/soak_replay_models.py gpt2 t5
 
 Losses, gradients, buffers and random numbers have to be equal to the bit. Of the bytes that the blocks save,
-each storage once and parameters not, it prints the part that is let go, and the same with what packing the
+each storage once and parameters not, it prints the part that is freed, and the same with what packing the
 random numbers saves. The exit status is 1 if anything differs. Needs ``pip install '.[gallery]'``.
 """
 
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from backstash import Stash
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-# PyPI's torchvision is built for CUDA. Beside a torch for the CPU its import misses these two operators.
+# PyPI's torchvision is built for CUDA. With a torch for the CPU its import misses these two operators.
 _operators = torch.library.Library("torchvision", "DEF")
 for _name in ("nms", "qnms"):
     _operators.define(f"{_name}(Tensor boxes, Tensor scores, float threshold) -> Tensor")

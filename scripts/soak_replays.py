@@ -6,7 +6,7 @@
     scripts/soak_replays.py --modes      # each under a dispatch mode that does nothing; two minutes
     scripts/soak_replays.py --backwards  # likewise, the backward alone
 
-The first two run each sample input twice: what is let go is compared in the first run, and replayed in the
+The first two run each sample input twice: what is freed is compared in the first run, and replayed in the
 second. An operator that does not repeat itself in plain PyTorch is left out. The exit status is 1 if gradients
 differ or an error is raised.
 """

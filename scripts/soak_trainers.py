@@ -33,7 +33,7 @@ def attach(model):
         stash.attach(model)
         return stash
 
-def tell(model, stash=None):
+def report(model, stash=None):
     digest = hashlib.sha256()
     for parameter in model.parameters():
         digest.update(parameter.detach().float().numpy().tobytes())
@@ -66,7 +66,7 @@ arguments = TrainingArguments(
 )
 stash = attach(model)
 Trainer(model, arguments, train_dataset=Texts()).train()
-tell(model, stash)
+report(model, stash)
 """
 )
 SCRIPTS = {
@@ -87,7 +87,7 @@ for batch, _ in zip(loader, range(4)):
         accelerator.backward(trained(**batch).loss)
         optimizer.step()
         optimizer.zero_grad()
-tell(model, stash)
+report(model, stash)
 """,
     "sft": LLAMA
     + """
@@ -112,7 +112,7 @@ SFTTrainer(
         tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
     ),
 ).train()
-tell(model, stash)
+report(model, stash)
 """,
     "lightning": """
 import os
@@ -136,7 +136,7 @@ lightning.Trainer(
     max_epochs=1, accelerator="cpu", devices=int(os.environ.get("WORLD_SIZE", 1)), logger=False,
     enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
 ).fit(module, torch.utils.data.DataLoader(data, 128))
-tell(module, stash)
+report(module, stash)
 """,
 }
 RUN = ["-m", "backstash", "run", "--disk", ".", "--min-bytes", "4KiB", "--quiet"]
@@ -144,7 +144,7 @@ TWO = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
 
 
 def weights(directory: Path, *arguments: str) -> list[tuple[str, int]]:
-    """What each process of the command tells: its weights, and the bytes that a stash of the script moved.
+    """What each process of the command reports: its weights, and the bytes that a stash of the script moved.
 
     Raises ``RuntimeError`` with its last words where it fails.
     """
@@ -154,8 +154,8 @@ def weights(directory: Path, *arguments: str) -> list[tuple[str, int]]:
     )
     if done.returncode:
         raise RuntimeError(done.stderr.strip().splitlines()[-1:])
-    told = re.findall(r"^weights (\w+) (\d+)$", done.stdout, re.MULTILINE)
-    return [(digest, int(moved)) for digest, moved in told]
+    found = re.findall(r"^weights (\w+) (\d+)$", done.stdout, re.MULTILINE)
+    return [(digest, int(moved)) for digest, moved in found]
 
 
 def difference(source: str, directory: Path) -> str:

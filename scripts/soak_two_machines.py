@@ -92,7 +92,7 @@ class Machine:
         return sorted(path.name for path in self.disk.rglob("*"))
 
     def kill(self) -> None:
-        """As if its power failed; but what it has connected to is told by its kernel."""
+        """As if its power failed; but its kernel notifies what it has connected to."""
         command = ["ip", "netns", "pids", self.name]
         for pid in subprocess.run(command, capture_output=True, text=True).stdout.split():
             with suppress(ProcessLookupError):

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""PyTorch's own tests of autograd with every test under a stash, beside plain and beside hooks that copy.
+"""PyTorch's own tests of autograd with every test under a stash, compared with plain and with hooks that copy.
 
     scripts/soak_upstream.py pytorch/test/test_autograd.py
     scripts/soak_upstream.py pytorch/test/test_autograd.py --only create_graph --ways disk
@@ -16,7 +16,7 @@ plain PyTorch, and those say nothing. Each way runs all tests in one process, wi
     keep       in place, nothing moves
 
 A test that passes in plain PyTorch, passes with the hooks, and fails under a stash is a new failure, and the
-script fails. Of those that fail with any hooks, the ones that fail under a stash, too, are listed beside them.
+script fails. Of those that fail with any hooks, the ones that fail under a stash, too, are listed next to them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PATIENCE_SECONDS = 300  # of one test
 
 
 def context(way: str, directory: str) -> Any:
-    """What each test runs in; the same object for all of them, entered anew."""
+    """What each test runs in; the same object for all of them, entered again."""
     import torch
 
     from backstash import Stash
@@ -231,8 +231,8 @@ def main() -> int:
 def _print(way: str, outcomes: dict[str, tuple[str, str]]) -> None:
     counts = Counter(outcome for name, (outcome, _) in outcomes.items() if name)
     figures = outcomes.get("", ("", ""))[1]
-    told = ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))
-    print(f"{way:10} {told}{'; ' + figures if figures else ''}", flush=True)
+    counted = ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))
+    print(f"{way:10} {counted}{'; ' + figures if figures else ''}", flush=True)
 
 
 def _short(text: str) -> str:

@@ -59,7 +59,7 @@ def leftovers(descriptors: dict[int, str], threads: set[threading.Thread]) -> li
 
 
 def process_state() -> dict[str, object]:
-    """What a test may change for a while, and another test of the same process would meet."""
+    """What a test may change for a while, and another test of the same process would see."""
     config = sys.modules.get("torch._functorch.config")
     return {
         "the value shown last, in builtins": "_" in vars(builtins),

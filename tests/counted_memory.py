@@ -42,12 +42,12 @@ class CountedMemory:
 
     def left_bytes(self):
         """Of what is left in place without being a block."""
-        left = list(self._left)  # at once: a thread that samples is beside those that save
+        left = list(self._left)  # at once: a thread may sample while others save
         return sum({where: nbytes for where, nbytes in left}.values())
 
     def saved_bytes(self):
         """What the stashes hold, and what is left in place."""
-        for _ in range(8):  # a thread that samples is beside those that save
+        for _ in range(8):  # a thread may sample while others save
             held = left = self.left_bytes()
             for stash in self._stashes:
                 levels = backstash.stash._levels_of(stash)
@@ -95,7 +95,7 @@ def _method(function, *given):
 
 
 class Erf(nn.Module):
-    """Saves what it is given, which cannot be computed again, nor packed."""
+    """Saves what it is given, which cannot be recomputed or packed."""
 
     def forward(self, x):
         return x.erf()

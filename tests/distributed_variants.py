@@ -1,4 +1,4 @@
-"""What DDP and FSDP2 can be told, on two processes: gradients are plain's, and no weight moves."""
+"""What DDP and FSDP2 can be configured to do, on two processes: gradients are plain's, and no weight moves."""
 
 from contextlib import nullcontext
 

@@ -1,9 +1,10 @@
 """An interpreter must not end while a thread of autograd's engine still holds something of Python's.
 
-From PyTorch 2.13 on each backward lends its engine a copy of the caller's ``contextvars``. Whoever lets go of a
-backward last lets go of that copy, and often this is the thread of a device, shortly after ``backward()`` has
-returned. Where that is the program's last act, the thread asks for an interpreter that is ending, is stopped
-amid C++, and the process aborts: "terminate called without an active exception", with plain PyTorch as well.
+From PyTorch 2.13 on each backward lends its engine a copy of the caller's ``contextvars``. The last
+thread to release a backward frees that copy. Often this is the thread of a device, shortly after ``backward()``
+has returned. Where that is the program's last act, the thread asks for an interpreter that is ending, is
+stopped amid C++, and the process aborts: "terminate called without an active exception", with plain PyTorch as
+well.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ class _Mark:
 
 
 def wait_until_idle(devices: Iterable[torch.device]) -> None:
-    """Until the engine's thread of each device has let go of every backward that has returned.
+    """Wait until the engine's thread of each device has released every backward that has returned.
 
-    A thread lets go of one backward before it takes up the next, so one more is asked of each, in a context of
+    A thread releases one backward before it takes up the next, so one more is asked of each, in a context of
     its own, and waited for until that is gone.
     """
     for device in devices:

@@ -231,7 +231,7 @@ def saved_here_used_there(place: Place) -> None:
         del h
         noise = [
             torch.full_like(x, float("nan")) for _ in range(8)
-        ]  # takes what was let go too early
+        ]  # takes what was freed too early
         main.wait_stream(side)
         loss.backward()
         place.synchronize()
@@ -271,7 +271,7 @@ def layers_on_streams_in_turn(place: Place) -> None:
 
 
 def backward_that_breaks_off(place: Place) -> None:
-    """What was read ahead for a backward that failed is let go of, and its memory used again at once."""
+    """What was read ahead for a backward that failed is freed, and its memory used again at once."""
     model, x = place.model(), place.batch()
     true = place.gradients(model, x)
     stash = place.stash(host=2048, inflight=8, prefetch=64)
@@ -294,9 +294,7 @@ def backward_that_breaks_off(place: Place) -> None:
         noise = [torch.full_like(x, step) for _ in range(16)]
         same(place.gradients(model, x, stash), true, f"step {step}")
         for each in noise:
-            assert bool((each == step).all()), (
-                f"step {step}: memory was written after it was let go"
-            )
+            assert bool((each == step).all()), f"step {step}: memory was written after it was freed"
         del noise, each
     stash.close()
 
@@ -305,11 +303,11 @@ def branches_on_two_streams(place: Place, *, crossing: bool) -> None:
     """Two chains, each on its stream: blocks that one reads ahead, or moves away, are the other's.
 
     ``crossing``: the second saves what the first has made, and the first waits for that, as a program must
-    that lets go of it then. Otherwise neither waits for the other.
+    that frees it then. Otherwise neither waits for the other.
     """
     place.only_real()
     if crossing and place.allocator == "cudaMallocAsync":
-        raise Skip("plain autograd lets go of what another stream still reads in backward")
+        raise Skip("plain autograd frees what another stream still reads in backward")
     warnings.filterwarnings("ignore", "The AccumulateGrad node's stream")
     one, two, x = place.model(), place.model(), place.batch()
     before = torch.accelerator.current_stream()
@@ -393,15 +391,15 @@ def copies_that_die(place: Place) -> None:
         del source, noise, copied, each
         device.up(host, None).wait()
         held = device.unfinished_bytes()
-        assert held <= nbytes, "what has ended is let go of when the next copy begins"
+        assert held <= nbytes, "what has ended is freed when the next copy begins"
     for memory in (host, arrived):
         device.give_back(memory)
 
 
 def changes_in_place(place: Place) -> None:
-    """Told, or the gradient is the one of what was saved; never anything between."""
+    """An error is raised, or the gradient is that of the saved values; never anything else."""
     stash = place.stash(host=2048, inflight=4)
-    told = 0
+    raised = 0
     for step in range(10):
         x = place.batch().requires_grad_()
         with stash:
@@ -413,7 +411,7 @@ def changes_in_place(place: Place) -> None:
         try:
             loss.backward()
         except InplaceError:
-            told += 1
+            raised += 1
         else:
             same([x.grad], [true], f"step {step}")
     stash.close()
@@ -488,12 +486,10 @@ def views_and_kinds(place: Place) -> None:
             loss = program(x)
         same(list(torch.autograd.grad(loss, x)), list(true), "under the stash")
         with stash:
-            loss = program(x)  # and is let go without a backward
+            loss = program(x)  # and is freed without a backward
     del loss
     gc.collect()
-    patience = (
-        time.monotonic() + 10
-    )  # the device's own thread lets go of a graph when it gets there
+    patience = time.monotonic() + 10  # the device's own thread frees a graph when it gets there
     while (left := stash.stats().blocks) and time.monotonic() < patience:
         time.sleep(0.01)
     assert left == 0, f"{left} blocks are still alive"
@@ -501,16 +497,16 @@ def views_and_kinds(place: Place) -> None:
 
 
 def memory_is_told(place: Place) -> None:
-    """A kernel's sums of the device's memory are what its words and weights say, and tell every byte."""
+    """A kernel's sums of the device's memory are what its words and weights say, and depend on every byte."""
     place.only_real()
     made = kernel(place.device)
     if isinstance(made, str):
         raise Skip(made)
     words = torch.randint(-(1 << 31), 1 << 31, (70_001,)).to(torch.int32)
     weights = torch.randint(-(1 << 63), (1 << 63) - 1, (2 * made.COLUMNS + 3,)) | 1
-    told = torch.zeros(2, dtype=torch.int64, device=place.device)
-    made.add_sums(words.to(place.device), weights.to(place.device), told)
-    assert told.tolist() == _sums_of(words.tolist(), weights.tolist(), made), "the sums"
+    computed = torch.zeros(2, dtype=torch.int64, device=place.device)
+    made.add_sums(words.to(place.device), weights.to(place.device), computed)
+    assert computed.tolist() == _sums_of(words.tolist(), weights.tolist(), made), "the sums"
     raw = torch.randint(256, (64 * MIB + 3,), dtype=torch.uint8, device=place.device)
     before = sums(raw.untyped_storage())
     for at in (0, 1_000_003, 64 * MIB - 1, 64 * MIB + 2):
@@ -525,7 +521,7 @@ def _sums_of(words: list[int], weights: list[int], made: Any) -> list[int]:
     """By Python's integers."""
     columns, rows, most = made.COLUMNS, made.ROWS, 1 << 64
     steps, key = weights[2 * columns : 2 * columns + 2], weights[2 * columns + 2]
-    told = [0, 0]
+    totals = [0, 0]
     for first in range(0, len(words), columns * rows):
         number = (first // (columns * rows) + key) % most
         for which, seed in enumerate((number, number ^ 0x9E3779B97F4A7C15)):
@@ -534,8 +530,8 @@ def _sums_of(words: list[int], weights: list[int], made: Any) -> list[int]:
                 some = words[first + row * columns : first + (row + 1) * columns]
                 ours = weights[which * columns : which * columns + len(some)]
                 total = total * steps[which] + sum(map(int.__mul__, some, ours))
-            told[which] += total * _mixed(seed)
-    return [(each + most // 2) % most - most // 2 for each in told]
+            totals[which] += total * _mixed(seed)
+    return [(each + most // 2) % most - most // 2 for each in totals]
 
 
 def _mixed(number: int) -> int:
@@ -665,7 +661,7 @@ def graphs_in_turn(place: Place) -> None:
 
 
 def save_on_cpu_of_ours(place: Place) -> None:
-    """``backstash.graph.save_on_cpu``, made anew for each step as programs do."""
+    """``backstash.graph.save_on_cpu``, made again for each step as programs do."""
     place.only_real()
     model, x = place.model(layers=4), place.batch()
     true = place.gradients(model, x)
@@ -693,7 +689,7 @@ def pinning_refused(place: Place) -> None:
 
 def llama_in_bf16(place: Place) -> None:
     """Grouped-query attention with torch's fused kernels, made deterministic."""
-    # Beside these tests, wherever the package is: mutants are tried on a copy of `src` alone.
+    # Next to these tests, wherever the package is: mutants are tried on a copy of `src` alone.
     benchmarks = str(Path(__file__).resolve().parent.parent / "benchmarks")
     if benchmarks not in sys.path:
         sys.path.insert(0, benchmarks)
@@ -766,8 +762,10 @@ def within_a_budget(place: Place) -> None:
     assert last is not None and last.predicted is not None and len(peaks) == 4, str(plan)
     assert last.device == f"{place.device.type}:0", str(last)
     assert max(peaks) <= budget, f"peaks {peaks} of a budget of {budget}\n{last}"
-    told = f"{last.predicted.peak_bytes} predicted, {peaks} measured, {plain} plain\n{last}"
-    assert abs(max(peaks) / last.predicted.peak_bytes - 1) < (0.2 if place.is_small else 0.1), told
+    summary = f"{last.predicted.peak_bytes} predicted, {peaks} measured, {plain} plain\n{last}"
+    assert abs(max(peaks) / last.predicted.peak_bytes - 1) < (0.2 if place.is_small else 0.1), (
+        summary
+    )
     moved = stash.stats().written_bytes
     peak_of(stash)
     moved = stash.stats().written_bytes - moved

@@ -1,7 +1,7 @@
 """Runs the checks without pytest: in one process as long as it lives, in a new one after what breaks it.
 
 A failed call leaves some devices in a state that fails everything after it, and a check may hang. So a
-process that met either ends, and the next check begins in a fresh one.
+process in which either occurred ends, and the next check begins in a fresh one.
 """
 
 import argparse
@@ -114,7 +114,7 @@ def parent(
             break
         status, error = _run(left, until, note, options)
         if tried := [name for name in left if name not in found]:
-            if status != 3:  # it ended in the midst of the first that has not been told of
+            if status != 3:  # it ended in the middle of the first that has not been reported
                 note(tried[0], "ended" if status else "failed", 0.0, f"status {status}\n{error}")
     counts = {each["result"] for each in found.values()}
     print(

@@ -56,7 +56,7 @@ class Guard:
     witness: tuple[Step, ...] = ()
     """A program that cannot do without it."""
     not_searched: str = ""
-    """Why no program can tell, where none can."""
+    """Why no program can detect its absence, where none can."""
     elsewhere: str = ""
     """Which tests find it missing, where random programs seldom do."""
     may_crash: bool = False
@@ -160,7 +160,7 @@ def _send_unchecked(evictor: Evictor, block: Any, thread_state: ThreadState) -> 
         source.version = version
 
 
-def _begin_and_let_go(disk: DiskTier, block: Any) -> Any:
+def _begin_and_free(disk: DiskTier, block: Any) -> Any:
     block.placement = Stored(None)
     return _BEGIN(disk, block)
 
@@ -255,7 +255,7 @@ GUARDS: dict[str, Guard] = {
     "a storage's identity is owned": Guard(
         "an identity is handed out again as an address is",
         _after(_block.StorageVersion, "__init__", _unowned),
-        not_searched="the version counter is asked too and tells them apart; the next row undoes both",
+        not_searched="the version counter is asked too and distinguishes them; the next row undoes both",
     ),
     "a storage's identity is owned, the counter asked": Guard(
         "an identity is handed out again as an address is",
@@ -340,7 +340,7 @@ GUARDS: dict[str, Guard] = {
     # What is held, and how long.
     "memory is held until it is written": Guard(
         "early release: the allocator hands it to the next tensor",
-        _replaced(DiskTier, "begin", _begin_and_let_go),
+        _replaced(DiskTier, "begin", _begin_and_free),
         "on its way, one",
         short=60,
         may_crash=True,
@@ -471,7 +471,7 @@ GUARDS: dict[str, Guard] = {
     "a payload has memory of its own": Guard(
         "a codec may return a part of what it was given",
         _replaced(_packing, "_own", lambda payload, values, codec: payload),
-        not_searched="the version of what they share tells of a change; tests/tiers/test_packed.py has it",
+        not_searched="the version of what they share shows a change; tests/tiers/test_packed.py has it",
     ),
     # What is recomputed.
     "the first replay of a class is compared": Guard(
@@ -492,7 +492,7 @@ GUARDS: dict[str, Guard] = {
     ),
     # Subclasses and scopes.
     "a subclass that has changed": Guard(
-        "is packed anew",
+        "is packed again",
         _replaced(_entry.WrapperEntry, "is_of", lambda entry, tensor: True),
         "below",
         elsewhere="tests/core/test_exact_kinds.py has it",

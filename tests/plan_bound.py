@@ -74,7 +74,7 @@ def linear_program(
         rows[last, at] = option.moved_bytes / trace.links.down_rate
         rows[last + 1, at] = option.moved_bytes / trace.links.up_rate
     for at, region in enumerate(regions, count + 2):
-        # A share of a region lets go of the same share of each member, which is back from the first use on.
+        # A share of a region frees the same share of each member, which is back from the first use on.
         first = min(uses[each] for each in region.members)
         for block in region.members:
             blocks[block, at] = 1

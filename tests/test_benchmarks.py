@@ -204,7 +204,7 @@ def test_ratios_are_to_plain_and_to_plain_under_the_same_allocator() -> None:
 
 
 @pytest.mark.parametrize("changed", [{"gradients": "cd"}, {"losses": ["0x1p1"]}])
-def test_a_run_that_differs_is_told(changed: dict[str, Any]) -> None:
+def test_a_run_that_differs_is_reported(changed: dict[str, Any]) -> None:
     assert not step_rows(step_section(**changed))[-1].exact
 
 
@@ -332,7 +332,7 @@ def test_the_bytes_of_packing_and_recomputing_are_counted_and_the_gradients_equa
 
 
 @takes_long
-def test_replays_are_timed_beside_checkpoints_and_the_gradients_equal():
+def test_replays_are_timed_next_to_checkpoints_and_the_gradients_equal():
     command = [sys.executable, "benchmarks/replay.py", "--tiny"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
@@ -382,7 +382,7 @@ def test_ranks_that_share_a_disk_are_measured_at_the_same_time(tmp_path: Path) -
 
 
 @takes_long
-def test_what_fits_is_timed_beside_plain_steps():
+def test_what_fits_is_timed_next_to_plain_steps():
     command = [sys.executable, "benchmarks/left_alone.py", "--tiny", "--pairs", "1", "gpt"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr

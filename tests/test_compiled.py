@@ -146,7 +146,7 @@ def test_attached_too_late_it_warns(stash, is_child):
     handle.remove()
 
 
-def test_what_was_compiled_in_place_is_compiled_anew(stash):
+def test_what_was_compiled_in_place_is_compiled_again(stash):
     model = model_of()
     model.compile(backend="aot_eager")
     expected = gradients(model)
@@ -160,17 +160,17 @@ def test_what_is_not_inside_does_not_warn(stash):
     model, other = model_of(), model_of()
     compiled = whole(model, "eager")
     gradients(compiled)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for outside in (compiled, other, other[1]):
             stash.attach(outside).remove()
         torch.compiler.reset()
         stash.attach(model[1]).remove()
-    assert told == []
+    assert caught == []
 
 
 class Slow(MemoryStore):
-    """Ends no write before it is told to."""
+    """Ends no write before the test allows it."""
 
     def __init__(self):
         super().__init__()
@@ -181,7 +181,7 @@ class Slow(MemoryStore):
         super().write(slot, address)
 
 
-def told(way, disk, **options):
+def warnings_of(way, disk, **options):
     stash = Stash(disk=disk, min_bytes=1024, **options)
     model = way(model_of(), "aot_eager")
     x = torch.linspace(-1, 1, 8192 * SIDE).view(8192, SIDE)
@@ -197,18 +197,18 @@ def told(way, disk, **options):
     return [str(each.message) for each in said if each.category is StashWarning]
 
 
-def test_one_graph_that_saves_most_of_a_step_is_told_once(disk_dir):
-    (message,) = told(whole, disk_dir, prefetch="4MiB")
+def test_one_graph_that_saves_most_of_a_step_is_reported_once(disk_dir):
+    (message,) = warnings_of(whole, disk_dir, prefetch="4MiB")
     assert "compile block by block" in message and "block.compile()" in message
 
 
-def test_it_is_told_while_nothing_has_been_written_yet():
-    assert len(told(whole, Slow(), prefetch="4MiB", inflight="64MiB")) == 1
+def test_one_graph_is_reported_before_anything_has_been_written():
+    assert len(warnings_of(whole, Slow(), prefetch="4MiB", inflight="64MiB")) == 1
 
 
-def test_blocks_are_not_told_and_nothing_that_comes_back_at_once_anyway(disk_dir):
-    assert told(in_place, disk_dir, prefetch="4MiB") == []
-    assert told(whole, disk_dir) == []
+def test_neither_blocks_nor_a_graph_that_comes_back_at_once_are_reported(disk_dir):
+    assert warnings_of(in_place, disk_dir, prefetch="4MiB") == []
+    assert warnings_of(whole, disk_dir) == []
 
 
 class OnAttributes(torch.autograd.Function):

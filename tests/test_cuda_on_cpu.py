@@ -93,11 +93,11 @@ def test_a_script_under_backstash_run(tmp_path: Path, keep: str) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
     run = ["-m", "backstash", "run", "--keep", keep, "--host", "64MiB", "--disk", str(tmp_path)]
     run += ["--inflight", "1MiB", "--report", "page.html", "train.py"]
-    told = on_cuda(run, 0.3, tmp_path)
-    losses = [line for line in told.splitlines() if line.startswith("loss")]
+    output = on_cuda(run, 0.3, tmp_path)
+    losses = [line for line in output.splitlines() if line.startswith("loss")]
     assert losses == on_cuda(["train.py"], 0.3, tmp_path).splitlines()
-    assert "device     cuda:0: " in told
-    assert (keep == "auto") == ("0 B came back" in told), told
+    assert "device     cuda:0: " in output
+    assert (keep == "auto") == ("0 B came back" in output), output
     assert "Peak on cuda:0" in (tmp_path / "page.html").read_text()
 
 
@@ -118,11 +118,11 @@ def test_replicas_in_threads_under_backstash_run(tmp_path: Path) -> None:
     """What ``nn.DataParallel`` does between NCCL's calls."""
     (tmp_path / "replicas.py").write_text(REPLICAS)
     run = ["-m", "backstash", "run", "--host", "64MiB", "replicas.py"]
-    told = on_cuda(run, 0.3, tmp_path, CUDA_ON_CPU_DEVICES="2")
+    output = on_cuda(run, 0.3, tmp_path, CUDA_ON_CPU_DEVICES="2")
     plain = on_cuda(["replicas.py"], 0.3, tmp_path, CUDA_ON_CPU_DEVICES="2")
-    assert plain.strip() in told
+    assert plain.strip() in output
     assert (
-        "moved      938 KiB, 100% of the 938 KiB that could move" in told
+        "moved      938 KiB, 100% of the 938 KiB that could move" in output
     )  # outs, and squares of them
 
 
@@ -138,8 +138,8 @@ for save_on_cpu in (torch.autograd.graph.save_on_cpu, graph.save_on_cpu):
 
 
 def test_pinned_save_on_cpu_keeps_strides_and_pytorchs_does_not(tmp_path: Path) -> None:
-    told = on_cuda(["-c", STRIDES], 0.3, tmp_path).splitlines()
-    found = [line for line in told if line.startswith("strides")]
+    output = on_cuda(["-c", STRIDES], 0.3, tmp_path).splitlines()
+    found = [line for line in output if line.startswith("strides")]
     assert found == ["strides (1, 200) (300, 1)", "strides (1, 200) (1, 200)"]
 
 
@@ -151,10 +151,10 @@ def test_random_programs() -> None:
 
 
 def test_the_benchmark_of_copies_under_way_runs() -> None:
-    told = on_cuda(
+    output = on_cuda(
         ["benchmarks/blocks_under_way.py", "--blocks", "8", "--repeats", "1"], 0.1, HERE.parent
     )
-    assert [line.split("  ")[0] for line in told.splitlines()[2:]] == [
+    assert [line.split("  ")[0] for line in output.splitlines()[2:]] == [
         "plain",
         "all stay",
         "all move",
@@ -163,7 +163,7 @@ def test_the_benchmark_of_copies_under_way_runs() -> None:
 
 @pytest.mark.timeout(300)
 def test_the_benchmark_runs_through(tmp_path: Path) -> None:
-    """``benchmarks/gpu.sh`` has ten minutes on a machine that is lent: nothing in it may be met there first."""
+    """``benchmarks/gpu.sh`` has ten minutes on a machine that is lent: no fault may first appear there."""
     bench = [
         "-m",
         "backstash",
@@ -177,8 +177,8 @@ def test_the_benchmark_runs_through(tmp_path: Path) -> None:
         "1",
     ]
     bench += ["--seconds", "250", "--disk", str(tmp_path), "--out", "bench.json"]
-    told = on_cuda(bench, 0.3, tmp_path)
-    assert "Traceback" not in told, told
-    rows = [line for line in told.splitlines() if line.startswith("| `Stash")]
-    assert len(rows) == 8, told
-    assert all(row.endswith("| equal |") for row in rows[:6]), told
+    output = on_cuda(bench, 0.3, tmp_path)
+    assert "Traceback" not in output, output
+    rows = [line for line in output.splitlines() if line.startswith("| `Stash")]
+    assert len(rows) == 8, output
+    assert all(row.endswith("| equal |") for row in rows[:6]), output

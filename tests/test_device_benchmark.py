@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 from device import benchmark, process  # noqa: E402
 from device.models import DEVICE_WORKLOADS  # noqa: E402
 from device.plan import Task, plan  # noqa: E402
-from device.process import told_by  # noqa: E402
+from device.process import run_reporting  # noqa: E402
 from device.rows import rows  # noqa: E402
 from device.sanitizer import sanitized  # noqa: E402
 from device.table import device_rows, device_table  # noqa: E402
@@ -72,19 +72,19 @@ def test_the_plan_fits_into_its_time() -> None:
 WORKER = """
 import json, sys
 task = json.loads(sys.argv[1])
-def tell(path, value): print(json.dumps({"put": path, "value": value}), flush=True)
-tell(["description"], "a model")
+def report(path, value): print(json.dumps({"put": path, "value": value}), flush=True)
+report(["description"], "a model")
 for way in ("good", "breaks", "crashes", "last"):
     if way in task["known"]:
         continue
-    tell(["rows", way], {"failed": "it did not end"})
+    report(["rows", way], {"failed": "it did not end"})
     if way == "breaks":
-        tell(["rows", way], {"failed": "CUDA error"})
+        report(["rows", way], {"failed": "CUDA error"})
         sys.exit(3)
     if way == "crashes":
         print("words on stderr", file=sys.stderr)
         sys.exit(11)
-    tell(["rows", way], {"step_seconds": [1.0]})
+    report(["rows", way], {"step_seconds": [1.0]})
 """
 
 
@@ -110,7 +110,7 @@ def test_a_row_that_breaks_or_crashes_takes_nothing_else_along(worker: None) -> 
     assert any('"good": {"step_seconds"' in each and "breaks" not in each for each in saved)
 
 
-def test_a_task_that_fails_at_once_is_told_and_not_begun_again(
+def test_a_task_that_fails_at_once_is_reported_and_not_restarted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(benchmark, "_WORKER", tmp_path / "no_such_worker.py")
@@ -132,10 +132,10 @@ def test_without_time_everything_says_so(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "llama-4k: no time was left" in text and "not measured GB/s down" in text
 
 
-class OnceHeard(threading.Thread):
+class OnceReported(threading.Thread):
     """A timer whose time has come when the test says so."""
 
-    heard = threading.Event()
+    reported = threading.Event()
 
     def __init__(
         self, seconds: float, function: Callable[..., None], args: tuple[Any, ...]
@@ -144,18 +144,18 @@ class OnceHeard(threading.Thread):
         self.function, self.args = function, args
 
     def run(self) -> None:
-        self.heard.wait(60)
+        self.reported.wait(60)
         self.function(*self.args)
 
     def cancel(self) -> None:
-        self.heard.set()
+        self.reported.set()
 
 
 def test_a_process_that_hangs_ends_at_its_deadline_with_its_children(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process.threading, "Timer", OnceHeard)
-    OnceHeard.heard.clear()
+    monkeypatch.setattr(process.threading, "Timer", OnceReported)
+    OnceReported.reported.clear()
     program = (
         "import subprocess, sys, time\n"
         "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
@@ -163,15 +163,15 @@ def test_a_process_that_hangs_ends_at_its_deadline_with_its_children(
         "print('{\"child\": %d}' % child.pid, flush=True)\n"
         "time.sleep(600)\n"
     )
-    heard: list[dict[str, Any]] = []
+    figures: list[dict[str, Any]] = []
 
-    def hear(told: dict[str, Any]) -> None:
-        heard.append(told)
-        OnceHeard.heard.set()
+    def record(figure: dict[str, Any]) -> None:
+        figures.append(figure)
+        OnceReported.reported.set()
 
-    status, said = told_by([sys.executable, "-c", program], hear, 60.0)
+    status, said = run_reporting([sys.executable, "-c", program], record, 60.0)
     assert (status, said) == (-9, "========= an error")
-    state = Path(f"/proc/{heard[0]['child']}/stat")
+    state = Path(f"/proc/{figures[0]['child']}/stat")
     deadline = time.monotonic() + 30  # a killed process needs a processor to die on
     while state.exists() and state.read_text().split()[2] != "Z":
         assert time.monotonic() < deadline, "the child lives on"
@@ -219,18 +219,18 @@ def test_a_row_out_of_memory_says_so_and_one_that_broke_the_device_ends_the_proc
         "host_bytes": 1 << 26,
     }
     task |= {"ways": ["plain", "short", "broken", "stash"], "known": [], "directory": str(tmp_path)}
-    told: dict[str, Any] = {}
+    reported: dict[str, Any] = {}
     before = torch.are_deterministic_algorithms_enabled()
 
-    def tell(path: list[str], value: Any) -> None:
-        told[path[-1]] = dict(value) if isinstance(value, dict) else value
+    def report(path: list[str], value: Any) -> None:
+        reported[path[-1]] = dict(value) if isinstance(value, dict) else value
 
-    status = rows(task, torch.device("cpu"), tell)
+    status = rows(task, torch.device("cpu"), report)
     torch.use_deterministic_algorithms(before)
     assert status == 3
-    assert told["short"]["failed"] == "out of device memory"
-    assert "illegal memory access" in told["broken"]["failed"]
-    assert told["plain"]["step_seconds"] and "stash" not in told
+    assert reported["short"]["failed"] == "out of device memory"
+    assert "illegal memory access" in reported["broken"]["failed"]
+    assert reported["plain"]["step_seconds"] and "stash" not in reported
 
 
 @pytest.mark.parametrize(
@@ -266,7 +266,7 @@ def test_torchvision_s_resnet_is_ours_where_there_is_none() -> None:
 
 
 def without_benchmarks(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """``backstash`` in a process that has the package as a wheel has it: its folder and nothing beside."""
+    """``backstash`` in a process that has the package as a wheel has it: its folder and nothing else."""
     package = tmp_path / "site-packages" / "backstash"
     if not package.exists():
         shutil.copytree(

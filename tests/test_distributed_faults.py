@@ -54,7 +54,7 @@ class Two:
         self.directory, script = directory, directory / "train.py"
         script.write_text(SCRIPT + textwrap.dedent(then))
         (directory / "disk").mkdir()
-        told = {
+        variables = {
             "WORLD_SIZE": "2",
             "LOCAL_WORLD_SIZE": "2",
             "MASTER_ADDR": "none",
@@ -76,7 +76,7 @@ class Two:
         self.processes = [
             subprocess.Popen(
                 [*run, str(script)],
-                env=_environment(told | {"RANK": str(rank), "LOCAL_RANK": str(rank)}),
+                env=_environment(variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)}),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
@@ -123,8 +123,8 @@ class Two:
             self.line(rank, "begun")
 
 
-def _environment(told: dict[str, str]) -> dict[str, str]:
-    return os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"} | told
+def _environment(variables: dict[str, str]) -> dict[str, str]:
+    return os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"} | variables
 
 
 @takes_long
@@ -234,6 +234,6 @@ def test_a_job_that_is_restarted_begins_clean(tmp_path):
 
 
 @takes_long
-def test_a_checkpoint_is_saved_and_loaded_beside_a_stash_and_has_none_in_it(tmp_path):
+def test_a_checkpoint_is_saved_and_loaded_in_a_process_with_a_stash_and_has_none_of_it(tmp_path):
     run_two(CHECKPOINTS, tmp_path / "store", tmp_path)
     assert {path.name for path in tmp_path.iterdir()} <= {"store", "checkpoint", "refused"}

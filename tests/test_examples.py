@@ -72,7 +72,7 @@ class FakeLibrary(types.ModuleType):
         return self
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        if name.startswith("_"):  # as whoever looks at all modules asks
+        if name.startswith("_"):  # as code that looks at all modules asks
             raise AttributeError(name)
         return lambda *args, **kwargs: self.calls.append((name, args, kwargs))
 
@@ -200,7 +200,7 @@ def test_demo_compares_the_two_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("importable")
-def test_demo_tells_losses_apart_by_one_bit() -> None:
+def test_demo_distinguishes_losses_by_one_bit() -> None:
     from demo_compare import Run, differing
 
     plain = Run([2.5, 1.5], [0.1, 0.1], 0)

@@ -91,7 +91,7 @@ def test_readme_says_so_until_there_is_a_result() -> None:
     assert PICTURE.read_text() == plot_device.picture(measured), "run benchmarks/plot_device.py"
 
 
-def test_the_script_runs_checks_then_the_benchmark_and_tells_of_both(tmp_path: Path) -> None:
+def test_the_script_runs_checks_then_the_benchmark_and_reports_both(tmp_path: Path) -> None:
     calls = tmp_path / "calls"
     python = tmp_path / "python"
     python.write_text(

@@ -25,7 +25,7 @@ CHECKS = {"first": passes, "fails": fails, "skips": skips, "breaks": breaks, "ha
 
 
 @takes_long
-def test_each_check_is_told_of_whatever_the_others_do(tmp_path: Path) -> None:
+def test_each_check_is_reported_whatever_the_others_do(tmp_path: Path) -> None:
     (tmp_path / "some_checks.py").write_text(CHECKS)
     out = tmp_path / "found.json"
     done = subprocess.run(

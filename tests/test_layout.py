@@ -36,8 +36,8 @@ FLOORS = (
     ("graph", "fake"),
     ("testing", "cli", "integrations", "__main__"),
 )
-# These stand beside the floors: they know nothing of a stash, and who imports them stands above ``graph``.
-BESIDE = {
+# These stand next to the floors: they know nothing of a stash, and who imports them stands above ``graph``.
+NEXT_TO = {
     "hooks": {"errors", "units", "_text", "codecs", "policy", "_torch"},
     "report": {"errors", "units", "_text", "advice", "places", "codecs", "policy", "_torch"},
 }
@@ -87,9 +87,9 @@ def may_import(module: str, other: str) -> bool:
     own, theirs = part(module), part(other)
     if not own or own == theirs:
         return True
-    if own in BESIDE:
-        return theirs in BESIDE[own]
-    if not theirs or theirs in BESIDE:
+    if own in NEXT_TO:
+        return theirs in NEXT_TO[own]
+    if not theirs or theirs in NEXT_TO:
         return floor(own) > floor("graph")
     return floor(theirs) <= floor(own)
 
@@ -119,7 +119,7 @@ def test_imports_point_one_way() -> None:
 
 
 def test_every_floor_is_there() -> None:
-    named = {name for names in FLOORS for name in names} | BESIDE.keys()
+    named = {name for names in FLOORS for name in names} | NEXT_TO.keys()
     assert named == {part(module) for module in MODULES} - {""}
 
 

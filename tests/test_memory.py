@@ -82,14 +82,16 @@ def test_page_cache_of_version_1_is_that_of_the_groups_below_too(tmp_path: Path)
     assert found is not None and (found.cache_bytes, found.spare_bytes) == (7, 9)
 
 
-@pytest.mark.parametrize("told, processes", [("4", 4), ("1", 1), ("", 1), ("0", 1), ("four", 1)])
+@pytest.mark.parametrize(
+    "variable, processes", [("4", 4), ("1", 1), ("", 1), ("0", 1), ("four", 1)]
+)
 def test_processes_of_one_launcher_share(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: str, processes: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, processes: int
 ) -> None:
     (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable: 8 kB\n")
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.setenv(name, "0")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", told)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", variable)
     assert spare_bytes(tmp_path) == 8192 // processes
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
     assert spare_bytes(tmp_path) == 8192
@@ -168,7 +170,7 @@ def test_a_group_without_cache_and_limit() -> None:
         ("0:cpu:/job\n1::/job\n0::/other", (2, "two/other")),
         ("3:memory:/job:2", (1, "one/job:2")),
         ("0::/", (2, "two")),  # the root of version 2 says nothing of memory
-        ("3:memory:/untold", (1, "one/untold")),
+        ("3:memory:/empty", (1, "one/empty")),
         ("3:memory:/other", (1, "one")),  # of a container: only the host sees it
     ],
 )
@@ -180,7 +182,7 @@ def test_which_of_its_groups_has_the_memory(
     group(two / "other", memory__current=1)
     group(two / "job", memory__current=1)
     group(one / "job:2", memory__usage_in_bytes=1)
-    group(one / "untold")
+    group(one / "empty")
     table = (
         "1 0 0:3 / /run rw - tmpfs  rw\n"  # without a source
         "2 0 0:4 / /mnt/c rw - 9p drvfs rw,path=C:\\Program Files;uid=0\n"
@@ -231,4 +233,4 @@ def test_from_where_on_a_limit_is_none(tmp_path: Path, limit: int, found: int | 
     group(top, memory__limit_in_bytes=limit)
     table = mounted(top, kind="cgroup", options="rw,memory")
     has = memory_group(fake_process(tmp_path, "3:memory:/\n", table))
-    assert has is not None and (has.limit_bytes, has.used_bytes) == (found, 0)  # it tells none
+    assert has is not None and (has.limit_bytes, has.used_bytes) == (found, 0)  # none is given

@@ -37,14 +37,14 @@ def test_a_training_loop_comes_to_the_same_weights(tmp_path):
 DIFFERENT = """
 layer = torch.nn.Identity()
 layer.p = torch.nn.Parameter(torch.zeros(1) + ("backstash.cli" in sys.modules))
-tell(layer)
+report(layer)
 """
 
 
 @takes_long
 @pytest.mark.parametrize(
     "source, found",
-    [("tell(torch.nn.Identity())", "run: nothing moved"), (DIFFERENT, "run: differs")],
+    [("report(torch.nn.Identity())", "run: nothing moved"), (DIFFERENT, "run: differs")],
 )
 def test_a_training_loop_that_differs_would_be_seen(tmp_path, source, found):
     assert soak_trainers.difference(source, tmp_path) == found

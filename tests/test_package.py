@@ -55,13 +55,13 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
 def test_the_wheel_asks_for_torch_alone(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         text = archive.read(f"backstash-{backstash.__version__}.dist-info/METADATA").decode()
-    told = message_from_string(text)
-    needs = [need for need in told.get_all("Requires-Dist", []) if "extra ==" not in need]
+    parsed = message_from_string(text)
+    needs = [need for need in parsed.get_all("Requires-Dist", []) if "extra ==" not in need]
     assert needs == ["torch>=2.11"]
-    assert told["Version"] == backstash.__version__
-    assert told["Requires-Python"] == ">=3.10"
-    assert told["License-Expression"] == "BSD-3-Clause"
-    assert {url.split(", ")[0] for url in told.get_all("Project-URL", [])} == {
+    assert parsed["Version"] == backstash.__version__
+    assert parsed["Requires-Python"] == ">=3.10"
+    assert parsed["License-Expression"] == "BSD-3-Clause"
+    assert {url.split(", ")[0] for url in parsed.get_all("Project-URL", [])} == {
         "Changelog",
         "Issues",
         "Repository",
@@ -71,10 +71,10 @@ def test_the_wheel_asks_for_torch_alone(wheel: Path) -> None:
 def test_the_readme_of_the_wheel_leads_to_the_repository(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         text = archive.read(f"backstash-{backstash.__version__}.dist-info/METADATA").decode()
-    told = message_from_string(text)
-    assert told["Description-Content-Type"] == "text/markdown"
-    home = dict(url.split(", ") for url in told.get_all("Project-URL", []))["Repository"]
-    links = re.findall(r"(!?)\[[^\[\]]*\]\(([^)\s]+)\)", told.get_payload())
+    parsed = message_from_string(text)
+    assert parsed["Description-Content-Type"] == "text/markdown"
+    home = dict(url.split(", ") for url in parsed.get_all("Project-URL", []))["Repository"]
+    links = re.findall(r"(!?)\[[^\[\]]*\]\(([^)\s]+)\)", parsed.get_payload())
     assert len(links) > 10
     for mark, link in links:
         if link.startswith(home):
@@ -128,14 +128,14 @@ WORKFLOWS = sorted((ROOT / ".github").rglob("*.yml"))
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
 def test_files_for_the_host_are_yaml(path: Path) -> None:
     yaml = pytest.importorskip("yaml", reason="no PyYAML here: pip install -e '.[docs]'")
-    told = yaml.safe_load(path.read_text(encoding="utf-8"))
+    parsed = yaml.safe_load(path.read_text(encoding="utf-8"))
     if path.parent.name == "workflows":
-        assert told["permissions"] == {"contents": "read"}
-        assert told["jobs"]
-        for job in told["jobs"].values():
+        assert parsed["permissions"] == {"contents": "read"}
+        assert parsed["jobs"]
+        for job in parsed["jobs"].values():
             assert "uses" in job or job["timeout-minutes"] <= 60
     elif path.name != "config.yml":
-        assert {"name", "description", "body"} <= told.keys()
+        assert {"name", "description", "body"} <= parsed.keys()
 
 
 def test_the_workflow_runs_every_python_and_torch_that_the_docs_name() -> None:

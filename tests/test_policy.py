@@ -107,7 +107,7 @@ def test_a_type_error_of_what_is_asked_is_not_taken_for_one_of_the_operands(aske
             x.sin() @ x
 
 
-def test_a_policy_that_returns_something_else_is_told_so():
+def test_a_policy_that_returns_something_else_is_refused():
     def choose(saved):
         return "disk"
 
@@ -123,20 +123,20 @@ def test_a_policy_that_returns_something_else_is_told_so():
 
 
 @pytest.mark.parametrize(
-    "given, told",
+    "given, message",
     [
         ({"host": "half"}, r'host=.half.*or "auto", or None for no limit'),
         ({"keep": "x"}, r'keep=.x.*or "auto", or None for no limit'),
         ({"name": 4}, r"name=4: allowed is a string, or None"),
     ],
 )
-def test_a_mistake_says_all_that_is_allowed(given, told):
-    with pytest.raises(StashError, match=told):
+def test_a_mistake_says_all_that_is_allowed(given, message):
+    with pytest.raises(StashError, match=message):
         Stash(**given)
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="this system has no /proc")
-def test_a_directory_that_takes_no_files_is_told_so():
+def test_a_directory_that_takes_no_files_is_refused():
     with pytest.raises(
         StashIOError, match=r"'/proc' cannot hold a file \(its file system accepts no"
     ):
@@ -157,7 +157,7 @@ def test_notes_do_not_grow_with_refused_steps():
 
 
 @pytest.mark.parametrize("disk", [5, ""])  # an empty one would be the working directory
-def test_a_disk_that_is_no_directory_is_told_so(disk):
+def test_a_disk_that_is_no_directory_is_refused(disk):
     with pytest.raises(UsageError, match=f"disk={disk!r}: allowed is a directory, a Disk, or None"):
         Stash(disk=disk)
 

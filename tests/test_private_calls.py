@@ -420,7 +420,7 @@ def test_a_module_is_found_by_its_name():
     assert lookup.optional("torch.utils._pytree", None) is torch.utils._pytree
 
 
-def test_where_torch_does_not_tell():
+def test_defaults_are_used_where_torch_gives_no_answer():
     assert engine.number_of(object()) == 0
     assert engine.output_metadata(object()) == ()
     for tensor in (torch.ones(1), torch._efficientzerotensor((1,))):

@@ -69,12 +69,12 @@ FOUND = {
         ("land", 0, 0),
     ],
     "backward changes what it got": [("own", 0, 0), ("sin", 1, 0), ("backward, kept", 1, 0)],
-    "held, changed, let go": [
+    "held, changed, freed": [
         ("sin", 0, 0),
         ("hold", 0, 0),
         ("sin", 0, 0),
         ("mul_", 1, 0),
-        ("let go", 0, 0),
+        ("free", 0, 0),
     ],
     "second order through parts": [
         ("column", 0, 0),

@@ -41,9 +41,9 @@ for seed in range(4):
 
 def run(program: str, chance: float) -> list[str]:
     """What is found out in four runs of a program. In a process that has the device for good."""
-    told = SEEDS.replace("HERE", repr(str(HERE))).replace("CHANCE", str(chance))
+    script = SEEDS.replace("HERE", repr(str(HERE))).replace("CHANCE", str(chance))
     done = subprocess.run(
-        [sys.executable, "-c", told.replace("PROGRAM", repr(program))],
+        [sys.executable, "-c", script.replace("PROGRAM", repr(program))],
         capture_output=True,
         text=True,
         timeout=60,
@@ -83,7 +83,7 @@ x, y = torch.ones(100, device=device), torch.ones(100)
 y.copy_(x, non_blocking=True)
 print("garbage " * (not torch.equal(y, torch.ones(100))), end="")
 """,
-    "what a copy fills is let go": """
+    "what a copy fills is freed": """
 y = torch.empty(100)
 y.copy_(torch.ones(100, device=device), non_blocking=True)
 del y
@@ -147,7 +147,7 @@ def test_random_programs_on_several_streams() -> None:
 
 @pytest.mark.skipif(torch.__version__ < (2, 13), reason="backwards lend no context there")
 def test_a_process_waits_for_the_engine_before_it_ends() -> None:
-    """Else the thread that lets go of the context, slowly here, would be stopped amid C++, where it is last."""
+    """Else the thread that frees the context, slowly here, would be stopped amid C++, where it is last."""
     program = """
 import contextvars, time
 

@@ -142,7 +142,7 @@ def test_leaving_brings_the_session_in_order(monkeypatch):
 
 
 @pytest.mark.parametrize("usable", [False, True])
-def test_a_forked_process_moves_on_where_the_store_begins_anew(usable):
+def test_a_forked_process_moves_tensors_only_where_the_store_supports_it(usable):
     store = MemoryStore()
     store.begins_anew_when_forked = usable
     stash = Stash(disk=store)
@@ -216,13 +216,13 @@ def test_a_store_that_cannot_give_back_is_explained():
         stash.unpack(held)
 
 
-def test_nothing_is_told_where_nobody_records(monkeypatch):
+def test_nothing_is_emitted_where_nobody_records(monkeypatch):
     stash = Stash(disk=MemoryStore(), inflight=0)
 
-    def told(*_, **__):
-        raise AssertionError("told though nobody listens")
+    def emitted(*_, **__):
+        raise AssertionError("emitted although nobody listens")
 
-    monkeypatch.setattr(stash._event_log, "emit", told)
+    monkeypatch.setattr(stash._event_log, "emit", emitted)
     x = torch.ones(200, 200, requires_grad=True)
     with stash:
         loss = x.exp().exp().sum()
@@ -251,7 +251,7 @@ def test_what_was_changed_in_place_is_not_given_to_a_capture():
 
 
 class Noting:
-    """A lock that tells when it is taken."""
+    """A lock that notes when it is taken."""
 
     def __init__(self, lock, taken):
         self.lock, self.taken, self._is_owned = lock, taken, lock._is_owned
@@ -317,7 +317,7 @@ def test_closing_ends_what_is_there(monkeypatch):
     del held
 
 
-def test_a_nested_call_is_told_of_an_unseen_write_too():
+def test_a_nested_call_reports_an_unseen_write_too():
     stash = Stash(disk=MemoryStore())
     held = packed(stash, torch.zeros(200, 200))
     held.check = SimpleNamespace(differs=lambda: True)

@@ -1,1 +1,1 @@
-"""What ``backstash bench`` runs in a clone: step time and memory beside the alternatives."""
+"""What ``backstash bench`` runs in a clone: step time and memory compared with the alternatives."""

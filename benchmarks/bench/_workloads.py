@@ -123,7 +123,7 @@ class BlockStack(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """1x1, 3x3 and 1x1 convolutions beside a shortcut; normalised, with in-place ReLUs."""
+    """1x1, 3x3 and 1x1 convolutions with a shortcut; normalised, with in-place ReLUs."""
 
     def __init__(self, inputs: int, middle: int, stride: int) -> None:
         super().__init__()

@@ -19,7 +19,7 @@ import torch
 from backstash.memory import spare_bytes
 
 from .plan import Task, plan
-from .process import told_by
+from .process import run_reporting
 from .sanitizer import sanitized
 
 __all__ = ["device_benchmark"]
@@ -101,8 +101,8 @@ def _run(
     """Run a task; where its process ended early and rows are left, go on in a new process, twice at most."""
     ends = time.monotonic() + seconds
 
-    def hear(told: dict[str, Any]) -> None:
-        _put(section, [*task.path, *told["put"]], told["value"])
+    def record(figure: dict[str, Any]) -> None:
+        _put(section, [*task.path, *figure["put"]], figure["value"])
         save(section)
 
     for _ in range(3):
@@ -110,7 +110,7 @@ def _run(
         known = list(_get(section, [*task.path, "rows"]))
         words = common | task.arguments | {"seconds": left - _GRACE_SECONDS, "known": known}
         command = [sys.executable, str(_WORKER), json.dumps(words)]
-        status, error = told_by(command, hear, left)
+        status, error = run_reporting(command, record, left)
         if status == 0:
             return
         section.setdefault("ended", []).append(

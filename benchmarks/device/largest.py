@@ -14,7 +14,7 @@ from backstash import Stash
 from bench._workloads import Workload
 
 from .models import llama, resnet_within
-from .step import Tell, make_stash, step
+from .step import Report, make_stash, step
 from .ways import WAYS, DeviceWay
 
 __all__ = ["largest"]
@@ -26,19 +26,19 @@ _BUILD: dict[str, Callable[[int, torch.device], Workload]] = {
 }
 
 
-def largest(task: dict[str, Any], device: torch.device, tell: Tell) -> int:
+def largest(task: dict[str, Any], device: torch.device, report: Report) -> int:
     """Search the largest size for each way, doubling and then halving, within its share of the time."""
     if device.type == "cuda":
         share = task["budget_bytes"] / torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, share), device.index)
     torch.use_deterministic_algorithms(False)
     build = _BUILD[task["what"]]
-    tell(["description"], build(task["step"], device).description)
-    tell(["budget_bytes"], task["budget_bytes"])
+    report(["description"], build(task["step"], device).description)
+    report(["budget_bytes"], task["budget_bytes"])
     stash = make_stash(device, keep=0, host=task["host_bytes"])
     try:
         for name in task["ways"]:
-            tell(["rows", name], _search(task, build, WAYS[name], stash, device))
+            report(["rows", name], _search(task, build, WAYS[name], stash, device))
     finally:
         stash.close()
     return 0

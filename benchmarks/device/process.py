@@ -12,23 +12,23 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-__all__ = ["told_by"]
+__all__ = ["run_reporting"]
 
-_LAST_LINES = 40  # kept of its output, besides the figures
+_LAST_LINES = 40  # kept of its output, in addition to the figures
 _LAST_BYTES = 2000  # kept of its stderr
 
 
-def told_by(
+def run_reporting(
     command: Sequence[str],
-    hear: Callable[[dict[str, Any]], None],
+    on_figure: Callable[[dict[str, Any]], None],
     seconds: float,
     variables: dict[str, str] | None = None,
 ) -> tuple[int, str]:
-    """Run ``command`` and call ``hear`` with each line of its output that is JSON.
+    """Run ``command`` and call ``on_figure`` with each line of its output that is JSON.
 
     Args:
         command: the program and its arguments.
-        hear: called with each line as soon as it is printed.
+        on_figure: called with each line as soon as it is printed.
         seconds: after so many the process and all its children are killed.
         variables: added to the environment.
 
@@ -53,7 +53,7 @@ def told_by(
         try:
             for line in output:
                 if line.startswith("{"):
-                    hear(json.loads(line))
+                    on_figure(json.loads(line))
                 else:
                     said.append(line)
             process.wait()

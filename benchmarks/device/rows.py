@@ -14,7 +14,7 @@ from backstash.units import format_bytes
 from bench._workloads import Workload
 
 from .models import DEVICE_WORKLOADS
-from .step import Tell, allocated, digest, make_stash, peak, reset_peak, step, synchronize
+from .step import Report, allocated, digest, make_stash, peak, reset_peak, step, synchronize
 from .ways import WAYS, DeviceWay
 
 __all__ = ["rows"]
@@ -23,13 +23,13 @@ _BROKEN = 3  # the exit status when the device may be broken
 _DID_NOT_END = "it did not end"
 
 
-def rows(task: dict[str, Any], device: torch.device, tell: Tell) -> int:
-    """Measure every way ``repeats`` times, in turn; tell each row again after each measurement.
+def rows(task: dict[str, Any], device: torch.device, report: Report) -> int:
+    """Measure every way ``repeats`` times, in turn; report each row again after each measurement.
 
     Returns:
         0, or 3 where an error may have left the device in a state that fails what follows.
     """
-    bench = _Rows(task, device, tell)
+    bench = _Rows(task, device, report)
     try:
         return bench.run()
     finally:
@@ -37,15 +37,15 @@ def rows(task: dict[str, Any], device: torch.device, tell: Tell) -> int:
 
 
 class _Rows:
-    def __init__(self, task: dict[str, Any], device: torch.device, tell: Tell) -> None:
-        self.task, self.device, self._tell = task, device, tell
+    def __init__(self, task: dict[str, Any], device: torch.device, report: Report) -> None:
+        self.task, self.device, self._report = task, device, report
         self._until = time.monotonic() + task["seconds"]
         torch.manual_seed(0)
         self.workload: Workload = DEVICE_WORKLOADS[task["workload"]](device)
-        tell(["description"], self.workload.description)
+        report(["description"], self.workload.description)
         self._settle_determinism()
         self.saved = self._saved_bytes()
-        tell(["saved_bytes"], self.saved)
+        report(["saved_bytes"], self.saved)
         self._start = allocated(device)
         # One stash for every share, so that host memory is pinned once; one more with a disk.
         self._stashes: dict[bool, Stash] = {}
@@ -73,7 +73,7 @@ class _Rows:
             except torch.OutOfMemoryError:
                 pass  # its own row says so
             self._clean()
-        self._tell(["pin_seconds"], time.monotonic() - began)
+        self._report(["pin_seconds"], time.monotonic() - began)
 
     def close(self) -> None:
         """Free the host memory."""
@@ -82,7 +82,7 @@ class _Rows:
             stash.close()
 
     def _settle_determinism(self) -> None:
-        """Allow kernels that have no deterministic form, and tell which was the first."""
+        """Allow kernels that have no deterministic form, and report which was the first."""
         words = ""
         try:
             step(self.workload, torch.enable_grad(), WAYS["plain"].around)
@@ -93,7 +93,7 @@ class _Rows:
                 raise
             words = str(error).partition(".")[0]
             torch.use_deterministic_algorithms(True, warn_only=True)
-        self._tell(["not_deterministic"], words)
+        self._report(["not_deterministic"], words)
         self._clean()
 
     def _saved_bytes(self) -> int:
@@ -125,7 +125,7 @@ class _Rows:
             )
         else:
             if not row["step_seconds"]:  # stands in the result if this process does not end
-                self._tell(["rows", name], row | {"failed": _DID_NOT_END})
+                self._report(["rows", name], row | {"failed": _DID_NOT_END})
             began = time.monotonic()
             try:
                 self._measure(way, name, row)
@@ -133,12 +133,12 @@ class _Rows:
                 row["failed"] = _short(error)
             except Exception as error:
                 row["failed"] = _short(error)
-                self._tell(["rows", name], row)
+                self._report(["rows", name], row)
                 if isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error):
                     return False
             row["turn_seconds"] = time.monotonic() - began
         self._clean()
-        self._tell(["rows", name], row)
+        self._report(["rows", name], row)
         return True
 
     def _measure(self, way: DeviceWay, name: str, row: dict[str, Any]) -> None:

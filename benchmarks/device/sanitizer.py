@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .process import told_by
+from .process import run_reporting
 
 __all__ = ["sanitized"]
 
@@ -39,14 +39,14 @@ def sanitized(worker: Path, common: dict[str, Any], seconds: float) -> dict[str,
     if seconds < _LEAST_SECONDS:
         return {"skipped": "no time was left"}
     words = json.dumps(common | {"kind": "small", "seconds": seconds})
-    heard: list[dict[str, Any]] = []
+    figures: list[dict[str, Any]] = []
     command = [program, *_OPTIONS, sys.executable, str(worker), words]
-    status, error = told_by(command, heard.append, seconds, _VARIABLES)
+    status, error = run_reporting(command, figures.append, seconds, _VARIABLES)
     if status == 0:
-        return {"clean": True, "steps": len(heard)}
+        return {"clean": True, "steps": len(figures)}
     if status < 0:
-        return {"skipped": f"it did not end within {seconds:.0f} s, after {len(heard)} steps"}
-    return {"clean": False, "status": status, "said": error, "steps": len(heard)}
+        return {"skipped": f"it did not end within {seconds:.0f} s, after {len(figures)} steps"}
+    return {"clean": False, "status": status, "said": error, "steps": len(figures)}
 
 
 def _found() -> str | None:

@@ -11,12 +11,12 @@ from torch import nn
 
 from backstash.cli._resident import resident_bytes
 
-from .step import Tell, allocated, make_stash, synchronize
+from .step import Report, allocated, make_stash, synchronize
 
 __all__ = ["small", "steady"]
 
 
-def steady(task: dict[str, Any], device: torch.device, tell: Tell) -> int:
+def steady(task: dict[str, Any], device: torch.device, report: Report) -> int:
     """Run ``count`` steps of an MLP under a stash, or as many as there is time for."""
     torch.manual_seed(0)
     width, count = task["width"], task["count"]
@@ -30,15 +30,15 @@ def steady(task: dict[str, Any], device: torch.device, tell: Tell) -> int:
         if number % max(1, count // 10) == 0:
             synchronize(device)
             held.append([allocated(device), stash.stats().host_peak_bytes, resident_bytes()])
-            tell(["device_host_resident_bytes"], held)
-            tell(["steps"], number)
+            report(["device_host_resident_bytes"], held)
+            report(["steps"], number)
         if time.monotonic() > until:
             break
     stash.close()
     return 0
 
 
-def small(task: dict[str, Any], device: torch.device, tell: Tell) -> int:
+def small(task: dict[str, Any], device: torch.device, report: Report) -> int:
     """Run a few small steps, for a tool that checks every memory access."""
     torch.manual_seed(0)
     with torch.device(device):
@@ -47,7 +47,7 @@ def small(task: dict[str, Any], device: torch.device, tell: Tell) -> int:
     for number in range(3):
         _step(model, torch.randn(256, 256, device=device), stash)
         synchronize(device)
-        tell(["steps"], number)
+        report(["steps"], number)
     stash.close()
     return 0
 

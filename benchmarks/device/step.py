@@ -14,9 +14,18 @@ from backstash import Stash
 from backstash.testing import TwinDevice, stash_on
 from bench._workloads import Workload
 
-__all__ = ["Tell", "allocated", "digest", "make_stash", "peak", "reset_peak", "step", "synchronize"]
+__all__ = [
+    "Report",
+    "allocated",
+    "digest",
+    "make_stash",
+    "peak",
+    "reset_peak",
+    "step",
+    "synchronize",
+]
 
-Tell = Callable[[list[str], Any], None]
+Report = Callable[[list[str], Any], None]
 """Called with the path of a figure in the result, and its value."""
 _KINDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PART = 1 << 24  # elements summed at once

@@ -28,7 +28,7 @@ class DeviceWay:
     around: Around = call
     """What to put around each block, where ``make`` returns ``None`` for it."""
     host_times: int = 0
-    """How many times the bytes that a step saves this way may take of host memory, besides that of the stashes:
+    """How many times the bytes that a step saves this way may take of host memory, without that of the stashes:
     it copies each save, and rounds a pinned copy up to a power of two."""
     stash: dict[str, Any] | None = None
     """For a stash: ``keep``, the share of what a step saves that stays on the device (``None``: all), and

@@ -33,16 +33,16 @@ def main() -> None:
         "steady": steady,
         "small": small,
     }
-    sys.exit(kinds[task["kind"]](task, torch.device(task["device"]), _tell))
+    sys.exit(kinds[task["kind"]](task, torch.device(task["device"]), _report))
 
 
-def _tell(path: list[str], value: Any) -> None:
+def _report(path: list[str], value: Any) -> None:
     print(json.dumps({"put": path, "value": value}), flush=True)
 
 
 def _link(
-    task: dict[str, Any], device: torch.device, tell: Callable[[list[str], Any], None]
+    task: dict[str, Any], device: torch.device, report: Callable[[list[str], Any], None]
 ) -> int:
     for name, value in measure_link(device, task["bytes"], task["side"]).items():
-        tell([name], value)
+        report([name], value)
     return 0

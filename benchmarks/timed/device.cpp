@@ -114,7 +114,7 @@ void* PyEval_SaveThread();
 void PyEval_RestoreThread(void*);
 }
 
-// Whoever waits for the lock releases Python's meanwhile: to copy a tensor's reference may need that.
+// A thread that waits for the lock releases Python's meanwhile: to copy a tensor's reference may need that.
 struct Locked {
   explicit Locked(std::recursive_mutex& lock) : lock(lock) {
     if (lock.try_lock()) return;
@@ -193,7 +193,7 @@ struct Allocator final : c10::DeviceAllocator {
 
  private:
   static char* take(size_t nbytes) {
-    let_go_of_freed(false);
+    release_freed(false);
     const size_t wanted = (nbytes + kRound - 1) / kRound * kRound;
     auto* owner = current_queue();
     auto& pool = world().pools[owner];
@@ -234,10 +234,10 @@ struct Allocator final : c10::DeviceAllocator {
     double until = 0;
     for (auto* queue : block.recorded) until = std::max(until, queue->clock);
     world().freed.push_back({static_cast<char*>(pointer), block, until});
-    let_go_of_freed(false);
+    release_freed(false);
   }
 
-  static void let_go_of_freed(bool wait) {
+  static void release_freed(bool wait) {
     auto& freed = world().freed;
     for (auto at = freed.begin(); at != freed.end();) {
       if (wait) world().host = std::max(world().host, at->until);
@@ -254,7 +254,7 @@ struct Allocator final : c10::DeviceAllocator {
   // Gives what no tensor has back: the host waits for all that the device has been asked.
   static void release() {
     for (auto& queue : world().streams) world().host = std::max(world().host, queue->clock);
-    let_go_of_freed(true);
+    release_freed(true);
     for (auto& [owner, pool] : world().pools) {
       for (auto& [size, memory] : pool) world().stats.reserved_bytes[0].decrease(size);
       pool.clear();

@@ -14,7 +14,7 @@ from torch import Tensor
 
 __all__ = ["Training", "train"]
 
-# PyPI's torchvision is built for CUDA. Beside a torch for the CPU its import misses these two operators.
+# PyPI's torchvision is built for CUDA. With a torch for the CPU its import misses these two operators.
 _operators = torch.library.Library("torchvision", "DEF")
 for _name in ("nms", "qnms"):
     _operators.define(f"{_name}(Tensor boxes, Tensor scores, float threshold) -> Tensor")

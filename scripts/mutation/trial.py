@@ -1,4 +1,4 @@
-"""Trying mutants: which test runs which line, and the processes in which a mutant meets its tests."""
+"""Trying mutants: which test runs which line, and the processes that run tests on a mutant."""
 
 from __future__ import annotations
 

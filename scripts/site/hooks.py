@@ -1,4 +1,4 @@
-"""What MkDocs is told while it builds the site; ``mkdocs.yml`` names this file.
+"""What MkDocs is given while it builds the site; ``mkdocs.yml`` names this file.
 
 A page of the API is generated for each public module, with every name of its ``__all__``. A name that several
 modules have is described on the page of the one with the shortest path, and the others lead there. Links that
@@ -21,7 +21,7 @@ ASSETS = ("extra.css", "favicon.svg", "iframe-worker.js")
 API = "API"
 COMMANDS = "reference/command-line.md"  # the help of each command follows what it says
 OURS = "backstash"
-# What the names of a module return and nobody makes by hand: described beside them.
+# What the names of a module return and nobody makes by hand: described next to them.
 RETURNED = {
     "backstash": ("_core.stats.Stats", "_core.hook_scope.Attachment", "_runtime.trace.Recording"),
     "backstash.graph": (

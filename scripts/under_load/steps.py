@@ -1,4 +1,4 @@
-"""Thousands of steps with changing shapes: what the process holds after them, beside after the first."""
+"""Thousands of steps with changing shapes: what the process holds after them, compared with after the first."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from .programs import LARGEST_BYTES, forward, gradients, leaves, nested, second
 
 __all__ = ["closed_meanwhile", "many_threads"]
 
-_SWITCH_SECONDS = 1e-5  # how often Python changes threads, so that they meet everywhere
+_SWITCH_SECONDS = 1e-5  # how often Python changes threads, so that they interleave everywhere
 _DEPTH = 64
 _RUNNING_BYTES = (
     8 * 2 * LARGEST_BYTES
@@ -209,7 +209,7 @@ def _leave_without_entering(stash: Stash) -> None:
         stash.__exit__(None, None, None)
     except UsageError:
         return
-    raise AssertionError("a thread left a stash that it had not entered, and was not told")
+    raise AssertionError("a thread left a stash that it had not entered, and no error was raised")
 
 
 class _Looker:

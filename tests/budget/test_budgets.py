@@ -163,12 +163,12 @@ def test_a_thread_never_waits_for_another_one_s_memory(tmp_path):
 def test_a_full_store_leaves_blocks_in_place_and_warns_once(tmp_path):
     stash = Stash(disk=Disk(tmp_path, max_bytes="3MiB"))
     x = leaf(1)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with stash:
             loss = chain(x, 9)
-    assert [w.category for w in told] == [StashWarning]
-    assert "no space for 1.00 MiB" in str(told[0].message)
+    assert [w.category for w in caught] == [StashWarning]
+    assert "no space for 1.00 MiB" in str(caught[0].message)
     stats = stash.stats()
     assert stats.disk_bytes == 3 * MIB
     assert stats.keep_bytes == 6 * MIB
@@ -240,15 +240,15 @@ def test_a_failed_write_leaves_the_block_where_it_was(kib):
     stash = Stash(disk=store)
     torch.manual_seed(0)
     x = (torch.randn(kib * 256) * 0.1).requires_grad_()
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with stash:
             loss = chain(x, 50)
             stash._workers.close()  # each write has ended, before backward makes it needless
         (gradient,) = torch.autograd.grad(loss, x)
     assert torch.equal(gradient, plain_gradient(x, 50))
-    assert len(told) == 1
-    assert "the disk broke" in str(told[0].message)
+    assert len(caught) == 1
+    assert "the disk broke" in str(caught[0].message)
     del loss
     stats = stash.stats()
     assert (stats.blocks, stats.keep_bytes, stats.disk_bytes) == (0, 0, 0)

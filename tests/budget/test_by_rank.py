@@ -63,7 +63,9 @@ def test_what_a_rank_is_given_is_checked_as_ever() -> None:
         Stash(keep={5: "1GiB"}, budget={5: "1GiB"})
 
 
-def test_a_process_without_a_rank_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_by_rank_are_refused_in_a_process_without_a_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     assert this_rank() is None

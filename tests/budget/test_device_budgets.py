@@ -1,4 +1,4 @@
-"""Budgets of accelerators beside what else a program does: other devices, captures, forks, dropping a stash."""
+"""Budgets of accelerators with what else a program does: other devices, captures, forks, dropping a stash."""
 
 import gc
 import itertools
@@ -64,7 +64,7 @@ def run(program: str) -> str:
 
 def test_a_devices_step_begins_where_it_saves_something():
     """Two models in turn, each on its device: to one's planner the other's passes are no steps."""
-    told = run("""
+    printed = run("""
 models = (model(here, 0), here), (model(there, 1), there)
 x = torch.randn(256, 64)
 true = [gradients(each, x.to(device)) for each, device in models]
@@ -80,7 +80,7 @@ for planner in stash._session.planners.values():
     print(planner.plan.state)
 stash.close()
 """)
-    assert "measuring" not in told
+    assert "measuring" not in printed
 
 
 @takes_long
@@ -130,7 +130,7 @@ else:
 
 
 def test_where_an_accelerator_is_planned_for_the_cpu_is_left_as_it_was():
-    """The CPU's planner has begun its step when the device is met, and set windows for a small budget."""
+    """Before the first use of the device the CPU's planner began a step, and set windows for a small budget."""
     run("""
 stash = Stash(budget="2MiB", host="64MiB", min_bytes=0)
 tiers = stash._session.device_tiers[0]
@@ -172,10 +172,10 @@ def test_in_a_forked_process_no_planner_of_an_accelerator_listens():
     planner = stash._session.planners[1]
     assert stash._event_log.on
     stop = planner._meter._stop
-    with stop._cond:  # in a forked process nobody lets go of what the sampling thread held
+    with stop._cond:  # in a forked process nobody releases what the sampling thread held
         stash._forked()
-        heard = [each.__self__ for each in stash._event_log._listeners]
-        assert planner not in heard and list(stash._session.planners) == [0]
+        listening = [each.__self__ for each in stash._event_log._listeners]
+        assert planner not in listening and list(stash._session.planners) == [0]
     stop.set()
     stash.close()
 
@@ -230,7 +230,7 @@ stash.close()
 
 @takes_long
 def test_what_is_tried_on_a_block_reads_no_memory_of_the_device_on_the_host():
-    """Its price has the device's own way to tell bytes; on a real one the other ends the process."""
+    """Its price has the device's own way to compare bytes; on a real one the other ends the process."""
     run("""
 from backstash._device import fingerprint as _fingerprint
 from backstash._tiers import packing

@@ -84,7 +84,7 @@ def test_seconds_are_the_devices(meter, device):
 
 
 def test_waits_of_the_device_are_no_computing(meter, device):
-    """Also one that is told of between a use and the free of its block, as a load on demand is."""
+    """Also one that is reported between a use and the free of its block, as a load on demand is."""
     meter.start()
     note(meter, device, "save", 0, at=1.0, held=101, ours=1)
     note(meter, device, "use", 0, at=2.0, held=101, ours=1)
@@ -150,7 +150,7 @@ def test_the_hook_that_begins_a_step_takes_nothing_from_later_operations(meter, 
     assert StepRecord(measured, {0: "class"}).hook_seconds("pack hook") == 0.0
 
 
-def test_a_hook_that_began_when_nothing_was_measured_is_not_told(meter, device):
+def test_a_hook_that_began_before_measuring_started_is_not_recorded(meter, device):
     began = meter.hook_begins()
     meter.start()
     meter.hook_took("pack hook", began)
@@ -205,7 +205,7 @@ def test_a_program_that_resets_the_peak_at_each_step_takes_none_of_it_away(meter
     assert end(meter, device, at=2).known_peak_bytes == 180 * MIB
 
 
-def test_the_last_step_whose_end_has_come_is_the_one_that_is_told(meter, device):
+def test_the_time_reported_is_that_of_the_last_step_the_device_has_finished(meter, device):
     device.seconds = 2.0
     assert meter.begin_step() == 2.0
     device.seconds, device.passed = 5.0, False
@@ -314,11 +314,11 @@ def test_a_plan_is_followed_on_the_kind_of_device_that_it_was_made_for(tmp_path)
         assert list(stash._session.planners) == planners, device
 
 
-def test_a_device_that_is_met_in_the_midst_of_a_step_begins_one():
+def test_a_device_first_used_in_the_middle_of_a_step_begins_a_step():
     stash = stash_on(TwinDevice(), budget="1GiB")
     planner = stash._session.planners[1]
     stash._session._followed = stash._session.predictor.passes = 1  # a step of another device's
-    stash._session.predictor.add = lambda block, apart=None: None
+    stash._session.predictor.add = lambda block, separate=None: None
     assert not planner._steps
     with stash:
         torch.ones(512, 512, requires_grad=True).exp().sum()
@@ -332,7 +332,7 @@ def test_what_a_plan_moves_leaves_at_once_and_what_it_keeps_stays():
     step(stash)
     resident.set_limit(10 * MIB)
     assert resident.most(MIB, 0) == 10 * MIB, "none leaves early"
-    assert resident.wants_room(0), "what was copied is let go, though there is room"
+    assert resident.wants_room(0), "what was copied is freed although there is space"
     resident.is_planned = False
     assert resident.most(MIB, 0) == 0 and not resident.wants_room(0)
     stash.close()

@@ -64,7 +64,7 @@ class OwnErf(torch.autograd.Function):
 
 
 class Erf(nn.Module):
-    """Cannot be computed again, nor packed."""
+    """Cannot be recomputed or packed."""
 
     def forward(self, x):
         return OwnErf.apply(x)
@@ -254,7 +254,7 @@ def test_a_budget_that_cannot_be_kept_is_said_before_the_second_step(memory, tmp
     assert grown.smallest_budget_bytes > plan.smallest_budget_bytes + 4 * MIB
     (note,) = stash.stats().notes
     assert f"can keep is {format_bytes(grown.smallest_budget_bytes)}," in note, (
-        "nor that of a plan before"
+        "and not that of an earlier plan"
     )
     stash.close()
 
@@ -262,7 +262,7 @@ def test_a_budget_that_cannot_be_kept_is_said_before_the_second_step(memory, tmp
 def test_a_budget_that_the_first_step_seemed_to_keep_is_said_when_it_is_planned_for(
     memory, tmp_path
 ):
-    """Beside what is saved, later steps hold more than the first one did."""
+    """In addition to what is saved, later steps hold more than the first one did."""
     stash = memory(budget=OTHER + SAVED // 2 + 3 * MIB, disk=tmp_path)
     memory.other = lambda: OTHER + (SAVED if stash._planner._steps > 1 else 0)
     net = model()
@@ -396,7 +396,7 @@ def test_a_plan_for_a_batch_of_another_size_is_refused(memory, tmp_path):
         run()
 
 
-def test_a_loaded_plan_that_exceeds_its_budget_is_told_of(memory, tmp_path):
+def test_a_loaded_plan_that_exceeds_its_budget_is_reported_once(memory, tmp_path):
     stash = memory(budget=OTHER + SAVED // 2 + 3 * MIB, disk=tmp_path)
     plan = replace(settle(model(), stash), left_after=None)
     stash.close()
@@ -506,7 +506,7 @@ def test_a_larger_step_is_measured_and_planned_for(memory, tmp_path, share):
 
 def test_small_forwards_before_each_step_move_nothing_of_a_step_that_fits(memory, tmp_path):
     """Their graphs die without a backward, as those of a solver that looks at the shapes of its functions.
-    What such a forward holds beside what it saves says little of the step that follows."""
+    What such a forward holds in addition to what it saves says little of the step that follows."""
     net, is_small = model(), False
     memory.other = lambda: OTHER + is_small * (8 << 20)  # bytes
     stash = memory(budget=OTHER + 3 * SAVED, disk=tmp_path)
@@ -643,7 +643,7 @@ def test_with_a_budget_that_no_step_could_keep_the_third_moves_half_too(memory, 
     stash.close()
 
 
-def test_with_a_budget_that_no_step_could_keep_steps_with_room_tell_what_moving_and_leaving_cost(
+def test_an_impossible_budget_still_has_steps_that_measure_the_costs_of_moving_and_leaving(
     memory, tmp_path
 ):
     stash, net, written, were_left = memory(budget=1, disk=tmp_path), model(), [0], [0]
@@ -666,15 +666,15 @@ def test_with_a_budget_that_no_step_could_keep_steps_with_room_tell_what_moving_
     left = planner._first_steps.left
     left[0] = 99.0, left[0][1]  # the first one takes from the system what was given back
     with pytest.warns(StashWarning, match="the smallest that this step can keep is"):
-        for _ in range(2):  # it is made beside the first of them
+        for _ in range(2):  # the plan is made during the first of them
             step(net, stash)
             plan = stash.plan
     left_seconds = sorted(seconds for seconds, _ in left[1:])[1]
     assert plan.plain.step_seconds == pytest.approx(left_seconds)
     assert plan.smallest_budget_bytes is not None
     full, half, *others = planner._first_steps.records[3:]
-    told = typical_costs([(full, half), tuple(others)], planner._links)
-    assert planner._costs == told
+    expected_costs = typical_costs([(full, half), tuple(others)], planner._links)
+    assert planner._costs == expected_costs
     assert plan.trace.left_seconds == pytest.approx(left_seconds)
     assert plan.at(1 << 40).predicted.step_seconds == plan.plain.step_seconds
     stash.close()
@@ -698,7 +698,7 @@ def test_a_device_is_waited_for_before_a_step_that_is_left_alone_is_timed(
         for _ in range(10):
             step(net, stash)
     assert waited.count("left") == len(first.left) == 2, "and of the last one when it ends"
-    assert "left" not in gave_back, "it would be taken anew"
+    assert "left" not in gave_back, "it would be taken again"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", StashWarning)
         stash.close()
@@ -732,7 +732,7 @@ def test_steps_that_end_early_are_planned_for_as_far_as_they_were_measured(memor
     assert not planner._recording.is_on
 
 
-def test_taking_memory_anew_takes_the_page_faults_that_a_step_had():
+def test_the_cost_of_taking_memory_again_is_that_of_the_step_s_page_faults():
     meter = ProcessMeter()
     meter.begin_step()
     with mmap.mmap(-1, 8 * MIB) as touched:
@@ -743,11 +743,11 @@ def test_taking_memory_anew_takes_the_page_faults_that_a_step_had():
         assert meter.fault_seconds(8 * MIB) > 0 == meter.fault_seconds(0)
         meter.begin_step()
         meter._faults = 0
-        assert meter.fault_seconds(8 * MIB) == 0, "nothing was taken: the rest was there yet"
+        assert meter.fault_seconds(8 * MIB) == 0, "nothing was taken: the rest was still there"
 
 
 def test_no_other_budget_holds_more_to_learn(memory, tmp_path):
-    """Nor one that is below what the process holds already."""
+    """Even where the budget is below what the process holds already."""
     stash, net, written = memory(budget=OTHER // 2, disk=tmp_path), model(), [0]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", StashWarning)  # "cannot be kept"
@@ -786,11 +786,11 @@ def test_where_steps_take_turns_the_largest_of_the_first_is_planned_for(memory, 
     # A thread that samples may count a block before or after its memory.
     assert stash.plan.plain.peak_bytes >= OTHER + SAVED - MIB
     for full, half in stash._planner._first_steps.alike():
-        assert full.saved_bytes == half.saved_bytes == SAVED, "costs are told by like steps"
+        assert full.saved_bytes == half.saved_bytes == SAVED, "costs are measured by like steps"
     stash.close()
 
 
-def test_steps_that_were_left_alone_tell_nothing_of_larger_ones(memory, tmp_path):
+def test_steps_that_were_left_alone_say_nothing_about_larger_ones(memory, tmp_path):
     stash, net = memory(budget=1, disk=tmp_path), model()
     first = stash._planner._first_steps
     memory.other = lambda: OTHER + (20 * MIB if first.mode == "sampled" else 0)
@@ -805,7 +805,7 @@ def test_steps_that_were_left_alone_tell_nothing_of_larger_ones(memory, tmp_path
     stash.close()
 
 
-def test_what_is_held_beside_a_step_that_is_left_alone_may_be_an_evaluation_s(memory, tmp_path):
+def test_memory_held_during_a_step_left_alone_may_belong_to_an_evaluation(memory, tmp_path):
     stash, net = memory(budget=1, disk=tmp_path), model()
     first = stash._planner._first_steps
     memory.other = lambda: OTHER + (2 * SAVED if first.mode == "sampled" else 0)
@@ -821,7 +821,7 @@ def test_what_is_held_beside_a_step_that_is_left_alone_may_be_an_evaluation_s(me
 def test_what_a_step_that_is_left_alone_was_seen_to_take_is_what_plain_pytorch_is_said_to(
     memory, tmp_path
 ):
-    """An allocator that keeps half as much again beside what stays; never beside what moves."""
+    """An allocator that keeps half as much again in addition to what stays; never for what moves."""
     stash, net = memory(budget=1, disk=tmp_path), model()
     first = stash._planner._first_steps
 
@@ -1033,15 +1033,15 @@ def test_steps_that_differ_in_other_memory_leave_as_much_of_the_budget(memory, t
 
 def test_both_parts_of_a_sample_are_of_one_moment(monkeypatch):
     """Else what the stash has just given back counts as somebody else's."""
-    told, held = iter([30, 20, 20, 20]), iter([130, 120, 0])
+    own, held = iter([30, 20, 20, 20]), iter([130, 120, 0])
     monkeypatch.setattr(ProcessMeter, "now", lambda meter: next(held))
-    meter = ProcessMeter(lambda: next(told))
+    meter = ProcessMeter(lambda: next(own))
     assert meter.mark()[1:] == (120, 20)
-    told, held = iter(range(100)), iter(range(1000, 2000))
+    own, held = iter(range(100)), iter(range(1000, 2000))
     assert len(meter.take().samples) == 1
-    told = iter(range(100))
+    own = iter(range(100))
     meter.mark()
-    assert next(told) < 10, "it ends where the stash's part changes all the time"
+    assert next(own) < 10, "it ends where the stash's part changes all the time"
 
 
 def test_a_budget_that_was_exceeded_is_planned_for_again(with_free, memory):
@@ -1219,7 +1219,7 @@ def test_where_the_process_never_held_as_much_a_look_sees_what_an_operation_took
     meter.now = lambda: 61 * MIB
     guard.note_used(2 * MIB)
     assert given_back == [90], "40 more than 50 came at once"
-    assert guard.take_highest() == 61 * MIB, "it is told once"
+    assert guard.take_highest() == 61 * MIB, "it is reported once"
     guard.begin_step()
     guard.note_used(MIB // 2)
     ever[0] = 95
@@ -1227,7 +1227,7 @@ def test_where_the_process_never_held_as_much_a_look_sees_what_an_operation_took
     assert guard.take_highest() == 95 * MIB, "it may be the last use of the step"
 
 
-def test_a_look_ahead_of_need_takes_nothing_from_what_backward_is_told(raised):
+def test_a_check_ahead_of_need_hides_nothing_from_the_check_in_backward(raised):
     meter, guard, ever, given_back = raised
     guard.note_used(2 * MIB)
     ever[0] = 90
@@ -1238,7 +1238,7 @@ def test_a_look_ahead_of_need_takes_nothing_from_what_backward_is_told(raised):
     assert given_back == [90]
 
 
-def test_the_peak_of_a_process_is_told_where_it_rises():
+def test_the_peak_of_a_process_is_reported_where_it_rises():
     script = """
 import mmap, resource
 from backstash._budget.meter import ProcessMeter
@@ -1447,7 +1447,7 @@ def test_a_step_begins_with_what_is_free_unless_one_that_did_exceeded_the_budget
     assert run(75, 101) == (False, True)
     assert run(75, 95) == (True, False), "none begins so from now on"
     guard.plan_for(28 * MIB, 95 * MIB)
-    assert run(75, 95) == (True, False), "nor under any other plan"
+    assert run(75, 95) == (True, False), "and under no other plan"
 
 
 def test_a_step_gives_memory_back_where_the_growth_between_two_looks_could_exceed(guarded):
@@ -1622,10 +1622,10 @@ def test_what_is_held_beyond_that_is(with_free):
 
 def test_a_budget_s_backward_gives_back_what_it_freed(with_free):
     planner, _, _, run = with_free
-    told, looked = [], planner._guard.note_used
-    planner._guard.note_used = lambda nbytes: (told.append(nbytes), looked(nbytes))
+    noted, looked = [], planner._guard.note_used
+    planner._guard.note_used = lambda nbytes: (noted.append(nbytes), looked(nbytes))
     run()
-    assert told == [MIB] * len(told) and len(told) >= 8, "all that are blocks"
+    assert noted == [MIB] * len(noted) and len(noted) >= 8, "all that are blocks"
 
 
 def test_a_correction_that_went_too_far_is_not_made_again(memory, tmp_path):
@@ -1938,7 +1938,7 @@ def test_a_plan_does_not_rely_on_what_plain_pytorch_does_not_save(memory):
     stash.close()
 
 
-def test_a_plan_relies_on_no_bias_beside_a_weight_that_is_not_trained(memory):
+def test_a_plan_relies_on_no_bias_next_to_a_weight_that_is_not_trained(memory):
     """Where biases alone are trained, two losses and a step between their backwards are no error."""
 
     class Block(nn.Module):

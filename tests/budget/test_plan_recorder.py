@@ -1,4 +1,4 @@
-"""From what is told of a step to its trace: what is computing, and what the stash adds."""
+"""From what is recorded of a step to its trace: what is computing, and what the stash adds."""
 
 from dataclasses import replace
 
@@ -67,8 +67,8 @@ def test_transfers_of_several_steps_are_each_of_their_own_clock():
     """An accelerator's begins with its step, so that two steps are at the same time by it."""
     steps = [record(event("write", 1.0, 0.5), event("read", 2.0, 0.25)) for _ in range(3)]
     assert links_of(steps) == links_of(steps[:1]) == Links(2 * MIB, 4 * MIB)
-    beside = record(event("write", 1.0, 0.5), event("write", 1.25, 0.25))
-    assert links_of([beside]).down_rate == 4 * MIB, "two at once take their time together"
+    overlapping = record(event("write", 1.0, 0.5), event("write", 1.25, 0.25))
+    assert links_of([overlapping]).down_rate == 4 * MIB, "two at once take their time together"
 
 
 def test_the_first_hook_counts_from_its_step_on():
@@ -80,7 +80,7 @@ def test_the_first_hook_counts_from_its_step_on():
     assert step.computing_seconds == pytest.approx(3.5)
 
 
-def test_what_a_region_does_beside_its_hooks_is_no_computing():
+def test_what_a_region_does_in_addition_to_its_hooks_is_no_computing():
     step = record(
         event("stall", 0.8, 0.05),
         event("save", 1.0, number=0),
@@ -94,7 +94,7 @@ def test_what_a_region_does_beside_its_hooks_is_no_computing():
     assert step.computing_seconds == pytest.approx(4.0 - 1.0), "none of it twice"
 
 
-def test_where_copies_run_aside_the_shorter_step_tells_the_computing_and_a_byte_costs_nothing():
+def test_where_copies_overlap_the_shorter_step_gives_the_computing_time_and_a_byte_costs_nothing():
     full = moving(seconds=8.5, nbytes=2 * 10**9, hook=6.0)
     part = moving(seconds=6.0, nbytes=10**9, hook=4.0)
     for pair in ((full, part), (part, full)):
@@ -218,7 +218,7 @@ def test_memory_that_was_given_back_to_measure_a_step_is_no_computing():
     step.fault_seconds = 0.5
     assert step.computing_seconds == pytest.approx(3.5)
     costs = typical_costs([(step, step)], LINKS)
-    assert costs == Costs(), "where nothing moves nothing is told"
+    assert costs == Costs(), "where nothing moves no costs are known"
     step.events.append(event("write", 3.5, 0.1))
     costs = typical_costs([(step, step)], LINKS)
     assert (costs.fault_seconds, costs.computing_seconds) == pytest.approx((0.5, 3.5))
@@ -254,7 +254,7 @@ def moving(*, seconds, nbytes, hook, blocks=2):
     return record(*saves, *hooks, event("write", 0.2, 0.1, nbytes=nbytes), ended=seconds)
 
 
-def test_what_a_block_costs_is_told_from_two_steps_that_differ_in_what_they_move():
+def test_the_cost_of_a_block_is_found_from_two_steps_that_move_different_amounts():
     """All of it moves, and half of it: 3 s for each block that moves, and 1 s for one that stays."""
     full = moving(seconds=8.5, nbytes=2 * 10**9, hook=6.0)
     part = moving(seconds=6.0, nbytes=10**9, hook=4.0)
@@ -271,8 +271,8 @@ def test_a_byte_costs_at_most_the_time_of_its_transfer():
     assert costs_of(full, part, LINKS).per_moved_byte == pytest.approx(1e-9)
 
 
-def test_a_step_that_moves_more_and_computes_for_less_tells_the_computing():
-    """The other one shared the machine: what it took beside is none of its own, and moving takes nothing."""
+def test_a_step_that_moves_more_in_less_time_gives_the_computing_time():
+    """The other one shared the machine: the additional time is none of its own, and moving takes nothing."""
     full = moving(seconds=5.0, nbytes=2 * 10**9, hook=0.0)
     part = moving(seconds=7.0, nbytes=10**9, hook=0.0)
     for costs in (costs_of(full, part, LINKS), typical_costs([(full, part)], LINKS)):
@@ -280,7 +280,7 @@ def test_a_step_that_moves_more_and_computes_for_less_tells_the_computing():
         assert costs.computing_seconds == pytest.approx(5.0)
 
 
-def test_two_steps_that_move_alike_tell_nothing_of_a_byte_and_the_shorter_of_the_computing():
+def test_two_steps_that_move_alike_give_no_cost_of_a_byte_and_the_shorter_the_computing_time():
     full = moving(seconds=9.0, nbytes=10**9, hook=4.0)
     part = moving(seconds=6.0, nbytes=10**9, hook=2.0)
     costs = costs_of(full, part, LINKS)
@@ -289,12 +289,12 @@ def test_two_steps_that_move_alike_tell_nothing_of_a_byte_and_the_shorter_of_the
     assert trace.compute_seconds == pytest.approx(4.0)
 
 
-def test_where_nothing_moves_nothing_is_told():
+def test_where_nothing_moves_no_costs_are_known():
     full = moving(seconds=9.0, nbytes=0, hook=4.0)
     assert costs_of(full, full, LINKS) == Costs()
 
 
-def test_what_a_step_computes_beside_one_that_was_left_alone_is_of_its_blocks():
+def test_extra_computing_compared_with_an_unmanaged_step_is_charged_to_its_blocks():
     """Each takes half of its part when it is saved, and half when it is used."""
     costs = Costs(kept=(0.5, 0.25), moved=(1.0, 0.75), computing_seconds=3.0)
     found = compared_with_unmanaged(costs, 2, 2.0)
@@ -339,7 +339,7 @@ def followed(*steps, budget=2000):
 
 
 def test_a_peak_that_no_sample_saw_in_the_first_step_is_expected_of_the_next():
-    """What the process never held before is told once."""
+    """What the process never held before is reported once."""
     of, ended = followed((1500, 1600, True), (1000, 900, True), (1010, 900, True))
     assert of._figures == [(1100, 4.0)] * 2 and not any(ended)
     of, ended = followed((1500, 2100, True), (1500, 900, True))

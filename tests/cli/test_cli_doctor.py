@@ -59,7 +59,7 @@ def test_json_has_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert found["machine"]["memory_bytes"] > 0
 
 
-def test_progress_is_told_and_small_sizes_are_rounded_up(tmp_path: Path) -> None:
+def test_progress_is_reported_and_small_sizes_are_rounded_up(tmp_path: Path) -> None:
     said: list[str] = []
     speed = measure(str(tmp_path), 1, said.append)
     assert speed.nbytes == 16 << 20

@@ -121,7 +121,7 @@ def ranks(
     )
 
 
-def told(ended: subprocess.CompletedProcess[str]) -> list[str]:
+def messages_of(ended: subprocess.CompletedProcess[str]) -> list[str]:
     """What backstash said: the launcher says something, too."""
     lines = ended.stderr.splitlines()
     return [line.removeprefix("backstash: ") for line in lines if line.startswith("backstash")]
@@ -141,7 +141,7 @@ def test_the_processes_of_a_launcher_end_with_one_summary_and_files_of_their_own
     options = [part for name, file in files.items() for part in (name, str(tmp_path / file))]
     ended = ranks(tmp_path, *options)
     assert ended.returncode == 0, ended.stderr
-    lines = told(ended)
+    lines = messages_of(ended)
     assert any(line.startswith("ranks 0-1 of 2: the largest peak is rank ") for line in lines)
     rows = table(lines)
     assert [(row[0], row[2], row[-1]) for row in rows[:2]] == [
@@ -204,13 +204,13 @@ def test_ranks_that_the_launcher_ends_after_one_has_failed_are_in_the_summary(
     """
     ended = ranks(tmp_path, "--json", "run.json", then=failed)
     assert ended.returncode == 1 and "ValueError: of rank 1" in ended.stderr
-    lines = told(ended)
+    lines = messages_of(ended)
     assert any("ranks 0-1 of 2: rank 1 ended by ValueError after " in line for line in lines)
     assert [row[-1] for row in table(lines)] == ["SIGTERM", "ValueError"]
 
 
 @takes_long
-def test_a_launcher_under_backstash_is_told_how_to_go_around_it(tmp_path: Path) -> None:
+def test_a_launcher_under_backstash_gets_advice_on_how_to_launch_instead(tmp_path: Path) -> None:
     script = write(tmp_path / "rank.py", RANK)
     arguments = ["--nproc-per-node", "2", str(script)]
     own = f"from torch.distributed.run import main\nmain({arguments})"
@@ -223,12 +223,12 @@ def test_a_launcher_under_backstash_is_told_how_to_go_around_it(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("launches", mostly_long([True, False], True))
-def test_a_script_that_launches_copies_of_itself_is_told_too(
+def test_a_script_that_launches_copies_of_itself_gets_the_advice_too(
     tmp_path: Path, launches: bool
 ) -> None:
     """Lightning's `ddp` does, and goes on as the first of them."""
-    told = 'import os\nos.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}\n'
-    script = write(tmp_path / "own.py", TRAIN + told * launches)
+    environment = 'import os\nos.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}\n'
+    script = write(tmp_path / "own.py", TRAIN + environment * launches)
     ended = under_stash([str(script)], tmp_path, "--disk", str(tmp_path))
     assert ("torchrun ... -m backstash run" in ended.stderr) == launches
     assert "backstash rank" not in ended.stderr
@@ -241,7 +241,7 @@ SRUN = f"{TASKS} SLURM_NODEID=1"
 
 
 @pytest.mark.parametrize(
-    "told, job",
+    "variables, job",
     [
         ("", Job()),
         (TORCHRUN, Job(5, 1, 8)),
@@ -266,9 +266,11 @@ SRUN = f"{TASKS} SLURM_NODEID=1"
         ("RANK=x LOCAL_RANK=1 WORLD_SIZE=8", Job()),
     ],
 )
-def test_what_the_environment_says(monkeypatch: pytest.MonkeyPatch, told: str, job: Job) -> None:
+def test_what_the_environment_says(
+    monkeypatch: pytest.MonkeyPatch, variables: str, job: Job
+) -> None:
     """As launchers were seen to say it."""
-    monkeypatch.setattr(os, "environ", dict(each.split("=", 1) for each in told.split()))
+    monkeypatch.setattr(os, "environ", dict(each.split("=", 1) for each in variables.split()))
     assert Job.now() == job
 
 

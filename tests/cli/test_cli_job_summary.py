@@ -101,7 +101,7 @@ def test_the_ranks_side_by_side() -> None:
     ]
 
 
-def test_ranks_that_wait_for_one_another_are_told_apart_by_what_they_waited_for() -> None:
+def test_ranks_that_wait_for_one_another_are_distinguished_by_what_they_waited_for() -> None:
     found = lines(figures(pace=0.5, waited=0.5), figures(1, pace=0.505), figures(2, pace=0.5))
     assert (
         found[1] == "steps take 0.505 s on all; rank 0 waited longest for tensors to move, 0.50 s"

@@ -1,4 +1,4 @@
-"""The live line of `backstash run`, on a pseudo-terminal: it tells, and leaves the script's output alone."""
+"""The live line of `backstash run`, on a pseudo-terminal: it is drawn, and the script's output is unchanged."""
 
 import io
 import os
@@ -99,7 +99,7 @@ def drawn(received: str) -> list[str]:
     return re.findall(r"\r\x1b\[K(backstash  [^\r\n]*)", plain)
 
 
-def test_it_tells_and_leaves_the_script_s_output_alone(tmp_path: Path) -> None:
+def test_the_line_is_drawn_and_the_script_s_output_is_unchanged(tmp_path: Path) -> None:
     received = on_terminal(
         tmp_path,
         """
@@ -133,7 +133,7 @@ def test_it_is_not_there_when_quiet(tmp_path: Path) -> None:
 
 
 @takes_long
-def test_one_process_of_a_machine_tells(tmp_path: Path) -> None:
+def test_only_one_process_of_a_machine_draws_the_line(tmp_path: Path) -> None:
     """The others share its terminal, and would draw over its line."""
     of_two = {"WORLD_SIZE": "2", "RANK": "1"}
     assert drawn(on_terminal(tmp_path, "train(1.2)", **of_two, LOCAL_RANK="0"))
@@ -160,7 +160,7 @@ def test_an_error_and_a_fork_leave_the_terminal_whole(tmp_path: Path) -> None:
         tmp_path,
         """
         import os, warnings
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12's, of a fork beside threads
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12's, of a fork with threads
         train(0.8)
         sys.stdout.flush()
         child = os.fork()

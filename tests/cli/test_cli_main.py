@@ -73,7 +73,9 @@ def test_a_mistake_is_one_line_with_the_next_command(
     assert f"`{next_command}`" in error
 
 
-def test_a_misspelt_option_is_told_which_was_meant(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_misspelt_option_is_answered_with_the_one_that_was_meant(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["run", "--bugdet", "6GiB", "train.py"]) == 2
     assert "unknown argument '--bugdet'; did you mean --budget? " in capsys.readouterr().err
     assert main(["run", "-malloc", "tbb", "train.py"]) == 2  # no module `alloc`
@@ -414,7 +416,7 @@ def test_one_line_where_that_says_it_all(figures: dict[str, Any], said: str) -> 
     assert len(summary(figures_of(left=large)).splitlines()) == 3
 
 
-def test_what_failed_has_its_notes_beside_it() -> None:
+def test_a_failure_is_followed_by_its_notes() -> None:
     """They may say whether to run it again."""
     figures = figures_of("OutOfMemoryError", **MOVED)
     figures["stats"]["notes"] = ["step 3 ran out of device memory: run it again"]

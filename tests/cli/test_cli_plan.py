@@ -75,10 +75,10 @@ def test_a_script_is_planned_for_and_ended(
     assert main(["plan", "--trace", "trace.json", "--json", "again.json"]) == 0
     lines = done.stdout.splitlines()
     outcome = capsys.readouterr()
-    told = outcome.out.splitlines()
+    printed = outcome.out.splitlines()
     assert "no script was given, and nothing was run" in outcome.err
-    assert told[0] == f"backstash plan --trace {tmp_path}/trace.json"
-    assert told[1:] == lines[-len(told) + 1 :], "the same table"
+    assert printed[0] == f"backstash plan --trace {tmp_path}/trace.json"
+    assert printed[1:] == lines[-len(printed) + 1 :], "the same table"
     again = json.loads((tmp_path / "again.json").read_text())["plans"]
     assert [each["classes"] for each in again] == [each["classes"] for each in figures["plans"]]
 
@@ -121,7 +121,7 @@ def test_a_step_of_an_accelerator_is_planned_for_elsewhere(tmp_path: Path) -> No
     assert "the tensors on accelerator" in table("", [plan], plan)
 
 
-def test_a_script_that_ends_too_soon_is_told_so(tmp_path: Path) -> None:
+def test_a_script_that_ends_too_soon_to_be_measured_is_reported(tmp_path: Path) -> None:
     done = planned(tmp_path, 2)
     assert done.returncode == 0
     assert done.stdout.splitlines()[-1] == "end"
@@ -148,10 +148,10 @@ def test_a_mistake_is_one_line(
     (tmp_path / "s.py").write_text("")
     monkeypatch.chdir(tmp_path)
     assert main(["plan", *arguments]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith("backstash plan: ")
-    assert told.count("\n") == 1
-    assert words in told
+    printed = capsys.readouterr().err
+    assert printed.startswith("backstash plan: ")
+    assert printed.count("\n") == 1
+    assert words in printed
 
 
 def test_budgets_may_be_given_one_by_one() -> None:
@@ -181,7 +181,7 @@ def test_the_table_names_what_cannot_be_kept() -> None:
     assert budgets_of(small) == [96 * MIB, 128 * MIB, 160 * MIB, 192 * MIB, 208 * MIB]
 
 
-def test_the_page_s_plan_says_what_came_beside_what_was_predicted() -> None:
+def test_the_page_s_plan_shows_measured_values_next_to_predictions() -> None:
     runs = (("disk", 2), ("recompute", 1), ("keep", 1))
     each = PlannedClass("blocks.* #0 1.00 MiB", 4, 4 * MIB, runs, 0.5, "cheapest")
     made = Plan(
@@ -289,7 +289,7 @@ def fake(tmp_path: Path, script: str, *options: str) -> subprocess.CompletedProc
 
 @takes_long
 def test_a_fake_run_counts_the_bytes_of_tensors(tmp_path: Path) -> None:
-    """Each of 16 sines saves its input, 1 MiB; there are a weight and its momentum besides, and in backward up
+    """Each of 16 sines saves its input, 1 MiB; there are also a weight and its momentum, and in backward up
     to three temporaries."""
     done = fake(tmp_path, CHAIN, "--budget", "64MiB,12MiB,1MiB", "--json", "plans.json")
     assert done.returncode == 0 and done.stderr == ""

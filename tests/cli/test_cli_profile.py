@@ -117,7 +117,7 @@ def test_without_an_optimizer_all_is_one_report(tmp_path: Path) -> None:
         ("print('ran')", "the script did not import torch"),
     ],
 )
-def test_a_script_without_training_is_told_so(tmp_path: Path, source: str, said: str) -> None:
+def test_a_script_without_training_is_reported(tmp_path: Path, source: str, said: str) -> None:
     done = profile(tmp_path, source)
     assert (done.returncode, done.stdout) == (0, "ran\n")
     assert said in done.stderr and done.stderr.count("\n") == 1
@@ -157,7 +157,7 @@ def test_mistakes_are_one_line(
     assert shown.err.count("\n") == 1 and shown.out == ""
 
 
-def test_help_tells_a_newcomer_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_explains_to_a_newcomer_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["profile", "--help"]) == 0
     shown = capsys.readouterr().out
     assert "backstash profile train.py" in shown and "Nothing is moved." in shown
@@ -165,15 +165,17 @@ def test_help_tells_a_newcomer_what_to_do(capsys: pytest.CaptureFixture[str]) ->
     assert "  profile " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("seconds", "told"), [(0.5, True), (None, False)])
-def test_the_disk_is_told_of_where_a_budget_would_use_it(seconds: float | None, told: bool) -> None:
+@pytest.mark.parametrize(("seconds", "shown"), [(0.5, True), (None, False)])
+def test_the_disk_s_speed_is_shown_where_a_budget_would_use_it(
+    seconds: float | None, shown: bool
+) -> None:
     costs = [
         _profile_text.Cost("everything", 1 << 20, 0, 1 << 20, 0.0, 0.0, ""),
         _profile_text.Cost("nothing", 0, 1 << 20, 0, seconds, seconds, "Stash(...)"),
     ]
     speed = DiskSpeed(1 << 20, 1e9, 2e9, 3e9, direct=True, unnamed=True, notes=())
     text = "\n".join(_profile_text._costs(costs, "/scratch", speed))
-    assert ("/scratch writes 2.00 GB/s" in text) == told
+    assert ("/scratch writes 2.00 GB/s" in text) == shown
 
 
 def test_a_budget_is_advised_in_one_number_where_one_would_save() -> None:

@@ -16,13 +16,13 @@ OWN = stock.checkpoint
 
 @pytest.fixture
 def later(monkeypatch):
-    """A PyTorch that wants to be told: what it is told, call by call."""
-    told = []
+    """A PyTorch that requires the option: what it receives, call by call."""
+    received = []
 
     def checkpoint(
         function, *args, use_reentrant=None, respect_saved_tensors_hooks=None, **options
     ):
-        told.append(respect_saved_tensors_hooks)
+        received.append(respect_saved_tensors_hooks)
         if use_reentrant is not False and respect_saved_tensors_hooks is not None:
             raise ValueError("only with use_reentrant=False")
         if "context_fn" in options and respect_saved_tensors_hooks is None:
@@ -30,7 +30,7 @@ def later(monkeypatch):
         return OWN(function, *args, use_reentrant=use_reentrant, **options)
 
     monkeypatch.setattr(stock, "checkpoint", checkpoint)
-    return told
+    return received
 
 
 def gradient(**options):

@@ -237,7 +237,7 @@ def test_children_started_before_torch_is_imported_find_the_script_s_environment
 
 
 def test_torch_and_the_stash_still_read_what_was_set_for_them(tmp_path: Path) -> None:
-    """For the moment in which they do: huge pages for large tensors, and no trimming beside glibc's own."""
+    """For the moment in which they do: huge pages for large tensors, and no trimming but glibc's own."""
     write(
         tmp_path / "script.py",
         """

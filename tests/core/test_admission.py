@@ -69,7 +69,7 @@ class Driver:
 
 
 class Around:
-    """What is around admission, and what each was told."""
+    """What is around admission, and what each received."""
 
     def __init__(self, policy=None, min_bytes=KIB, device=None, has_tier=True):
         self.steps, self.admitted, self.added = [], [], []
@@ -87,7 +87,7 @@ class Around:
             known_tiers={CPU: self.tiers},
             tiers_of=lambda device: self.tiers if device == CPU else f"device {device.type}",
             reclaim_queue=ReclaimQueue(),
-            add=lambda block, apart: self.added.append(block),
+            add=lambda block, separate: self.added.append(block),
             predictor=SimpleNamespace(passes=1),
             save_counts=SaveCounts(),
             planners={},
@@ -351,15 +351,15 @@ def test_a_frozen_parameter_and_a_buffer():
 # The policy.
 
 
-def test_a_policy_is_told_of_each_tensor():
-    told = []
-    around = Around(policy=told.append)
+def test_a_policy_receives_a_description_of_each_tensor():
+    received = []
+    around = Around(policy=received.append)
     around.pack(torch.zeros(3))
     around.thread_state.small_saves = 5
     around.pack(made(2, KIB, dtype=torch.float64)[1:])
     around.pack(torch.nn.Parameter(torch.zeros(2)))
     around.pack(torch.zeros(2, requires_grad=True)[1:])
-    first, second, third = told
+    first, second, third = received
     assert (first.shape, first.dtype, first.nbytes) == ((3,), torch.float32, 12)
     assert (first.is_leaf, first.is_parameter, first.module, first.index) == (True, False, "", 0)
     assert (second.shape, second.dtype, second.nbytes) == ((1, KIB), torch.float64, 8 * KIB)
@@ -419,7 +419,7 @@ def test_the_same_tensor_again_is_the_same_block(make):
     assert len(around.admitted) == 1
 
 
-def test_what_is_told_of_a_new_block():
+def test_what_is_recorded_about_a_new_block():
     around = Around()
     entry, other = around.pack(made(KIB)), around.pack(torch.zeros(KIB))
     assert entry.block.thread_state is around.thread_state
@@ -529,7 +529,7 @@ def test_what_was_saved_again_is_expected_to_be_and_waits_for_that():
         second = around.pack(tensor.detach())
         assert second.block is first.block and not first.block.waits
         assert first.block.saves.done == 2 and first.block.saves.expected == (2 if step else 0)
-        # The last save tells whether the operation that made it has ended.
+        # The last save shows whether the operation that made it has ended.
         assert [each[::2] for each in around.admitted] == [
             (one.block, True),
             (first.block, not step),
@@ -592,7 +592,7 @@ def test_where_a_copied_region_begins_is_said_in_bytes():
     assert entry.offset_bytes == entry.block.nbytes - 4 * 97 == 4 * 3
 
 
-def test_a_copied_region_is_complete_whoever_made_its_storage():
+def test_a_copied_region_is_complete_whatever_made_its_storage():
     around = Around(min_bytes=100)
     around.pack(torch.zeros(4 * KIB, dtype=torch.uint8)[:1000])
     assert around.admitted[0][2] is True
@@ -608,7 +608,7 @@ def test_a_region_with_gaps_is_spread_out_again():
     assert set(spread.float().flatten().tolist()) == {1.0}
 
 
-def test_a_copied_region_that_a_backward_changed_is_copied_anew():
+def test_a_copied_region_that_a_backward_changed_is_copied_again():
     around = Around(min_bytes=100)
     base = made(4 * KIB)
     first = around.pack(base[:1000])

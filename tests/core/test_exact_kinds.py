@@ -315,7 +315,7 @@ def test_inner_tensors_keep_their_strides(tmp_path):
         assert strides[0] == strides[1] and strides[2] == strides[3]
 
 
-def test_an_inner_tensor_changed_between_two_saves_is_saved_anew(tmp_path):
+def test_an_inner_tensor_changed_between_two_saves_is_saved_again(tmp_path):
     """What changes the parts of a wrapper need not raise the wrapper's own version."""
 
     def program():
@@ -427,7 +427,7 @@ def test_autocast(tmp_path):
 
     check(program, tmp_path)
     stats = on_disk(program, tmp_path).stats()
-    # Not exact: what autocast's operations save beside them is PyTorch's affair.
+    # Not exact: what autocast's operations save in addition to them is PyTorch's affair.
     assert stats.written_bytes > 2 * SIDE * SIDE * 2  # the weights in bfloat16, no parameters
 
 

@@ -173,7 +173,7 @@ def test_the_same_part_seen_in_two_ways_moves_once(tmp_path):
 
 def test_parts_that_overlap_never_move_more_than_twice_the_storage(tmp_path):
     many = saving(lambda h: windows(h, 200, 50_000))
-    parts = 5 * 50_000 * 4 + 2 * 32  # as many as fit beside the whole; two begin 32 bytes late
+    parts = 5 * 50_000 * 4 + 2 * 32  # as many as fit next to the whole; two begin 32 bytes late
     assert on_disk(many, tmp_path).stats().written_bytes == WHOLE + parts <= 2 * WHOLE
 
 
@@ -213,7 +213,7 @@ def test_views_come_back_with_one_storage(tmp_path, options):
 
 
 @pytest.mark.parametrize("offset", [0, 1, 3, 16])
-def test_vector_code_meets_the_alignment_it_met(tmp_path, offset):
+def test_vector_code_gets_the_same_alignment_as_before(tmp_path, offset):
     """Results of matrix libraries may depend on where in a cache line their operands begin."""
     lines = []
 
@@ -385,7 +385,7 @@ def test_a_part_that_is_changed_before_its_storage_leaves_is_changed_alone():
 
 
 def filled_late(stash):
-    """A gradient. Two parts go when the program lets go of them; the others are filled afterwards."""
+    """A gradient. Two parts go when the program frees them; the others are filled afterwards."""
     x = leaf(16, 4 * 32)
     with stash:
         a, b, c, d = (x * 1).unsafe_chunk(4, 1)
@@ -472,7 +472,7 @@ def test_a_part_that_is_rounded_is_rounded_alone():
 
 
 @pytest.mark.parametrize("action", ["pack", "recompute", "disk"])
-def test_parts_that_a_policy_treats_apart(action):
+def test_parts_that_a_policy_treats_differently(action):
     """One of them is packed, recomputed or sent to disk; it is not given back as part of the others' block."""
 
     def run(stash):
@@ -539,13 +539,13 @@ def test_a_part_that_is_written_between_the_write_and_its_checksum(tmp_path, mon
         a, b, _, _ = large_parts(x)
         loss, expected = (a * weight).sum(), a.detach().clone()
         del a
-        for _ in range(4):  # saves at which the stash sees that the program has let go of it
+        for _ in range(4):  # saves at which the stash sees that the program has freed it
             (x * 2).square()
         assert stash.stats().inflight_bytes >= x.nbytes
         b.sigmoid_()
         changed.set()
     stash._workers.close()
-    stash.stats()  # the write has ended, and its memory is let go
+    stash.stats()  # the write has ended, and its memory is freed
     assert same_bits(torch.autograd.grad(loss, weight)[0], expected)
     del loss
     stash.close()

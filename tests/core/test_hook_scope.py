@@ -200,7 +200,7 @@ def test_a_call_that_is_no_more_and_whose_pair_is_gone_is_nobody_s_fault():
     assert newest_scope(thread_state) is None
 
 
-def test_whoever_abandons_a_scope_is_told_nothing():
+def test_abandoning_a_scope_raises_nothing():
     thread_state = ThreadState()
     enter_scope(thread_state, pack, unpack)
     scope = newest_scope(thread_state)

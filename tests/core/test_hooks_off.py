@@ -195,7 +195,7 @@ def test_a_statement_that_is_new_or_had_several_steps_keeps_them(settled):
     assert steps(1) == 3
     with settled.record():
         steps(2)
-    assert steps(1) == 3, "it was told by steps that had hooks"
+    assert steps(1) == 3, "it was measured by steps that had hooks"
     assert steps(1) == 4
 
 
@@ -247,7 +247,7 @@ def test_a_step_that_begins_with_more_has_hooks(settled):
 
 
 def test_after_one_that_took_more_in_its_middle_they_stay(settled, memory):
-    """The system tells what the process held at most. Then all is seen, and planned for."""
+    """The system reports what the process held at most. Then all is seen, and planned for."""
     net, deeper = model(), model(6 * LAYERS)
     true, (times, _) = step(deeper, Stash()), counts(settled)
     x = given()

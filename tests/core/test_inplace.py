@@ -261,7 +261,7 @@ def test_a_change_while_the_bytes_are_being_written(gated):
 
 
 def test_a_change_after_the_write_and_before_anyone_has_looked(gated):
-    """The copy is clean, but no one can tell that it is: an error, as plain PyTorch raises."""
+    """The copy is clean, but nothing can show that it is: an error, as plain PyTorch raises."""
     gated.writes.clear()
     x = leaf(1024, 1024)
     stash = Stash(disk=gated)
@@ -366,7 +366,7 @@ def test_memory_that_moves_under_a_write(gated):
         loss = x * held
     assert gated.begun.acquire(timeout=PATIENCE_SECONDS)
     held.untyped_storage().resize_(64 << 20)
-    fill = [torch.full((1024, 1024), 7.0) for _ in range(4)]  # whoever gets the memory it had
+    fill = [torch.full((1024, 1024), 7.0) for _ in range(4)]  # may get the memory it had
     gated.writes.set()
     stash._workers.close()
     stash.stats()

@@ -184,7 +184,7 @@ def test_a_forward_without_a_backward_ends_with_its_graph(memory, tmp_path):
 
 
 def test_graphs_that_come_and_go_while_another_waits_are_no_larger_step(memory, tmp_path):
-    """As in an inner loop: no block tells the end of such a graph, whose backward takes more than it saves."""
+    """As in an inner loop: no block marks the end of such a graph, whose backward takes more than it saves."""
     stash = memory(budget=OTHER + 60 * MIB, disk=tmp_path)
     outer, inner = model(6), model(2)
     true, each_true = step(outer, Stash()), step(inner, Stash())

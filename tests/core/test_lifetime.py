@@ -189,14 +189,14 @@ def test_the_interpreter_ends_cleanly_with_graphs_alive(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_whoever_is_called_at_the_interpreter_s_end_may_still_go_backward(tmp_path):
+def test_code_called_at_the_interpreter_s_end_may_still_run_backward(tmp_path):
     result = run(LATE, tmp_path)
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout == "True True\n"
     assert list(tmp_path.iterdir()) == []
 
 
-def test_contexts_left_in_the_wrong_order_are_told_and_mended(tmp_path):
+def test_contexts_left_in_the_wrong_order_are_reported_and_repaired(tmp_path):
     stash = Stash(disk=tmp_path)
     other = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
     stash.__enter__()
@@ -208,7 +208,7 @@ def test_contexts_left_in_the_wrong_order_are_told_and_mended(tmp_path):
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
 
 
-def test_leaving_more_often_than_entering_is_told(tmp_path):
+def test_leaving_more_often_than_entering_is_reported(tmp_path):
     stash = Stash(disk=tmp_path)
     with pytest.raises(UsageError, match="more often"):
         stash.__exit__(None, None, None)

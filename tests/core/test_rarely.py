@@ -110,7 +110,7 @@ def test_a_policy_where_none_names_an_action(tmp_path):
     stash.close()
 
 
-def test_stats_tell_of_host_memory():
+def test_stats_report_host_memory():
     x = leaf(200, 200)
     with stash_on(TwinDevice(), host="8MiB") as stash:
         loss = x.exp().sin()
@@ -120,8 +120,8 @@ def test_stats_tell_of_host_memory():
     stash.close()
 
 
-def test_what_was_changed_in_place_is_let_go_when_its_turn_to_go_comes(tmp_path):
-    """It can never be used any more: backward will be told, and nobody need hold its bytes."""
+def test_a_tensor_changed_in_place_is_freed_when_its_turn_to_leave_comes(tmp_path):
+    """It can never be used any more: backward will raise an error, and nobody need hold its bytes."""
     stash = Stash(disk=tmp_path, keep="1MiB")
     x = leaf(500, 500)
     with stash:

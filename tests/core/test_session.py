@@ -134,7 +134,7 @@ def test_a_device_without_tiers_says_why_and_is_asked_once():
     assert asked == [OTHER] and len(session.device_tiers) == 1
 
 
-def test_two_threads_that_meet_a_device_make_its_tiers_once():
+def test_two_threads_that_first_use_a_device_at_once_make_its_tiers_once():
     """The other one was quicker: while this one waited for the lock, it made the tiers."""
     quicker = Tiers()
     lock = Lock()
@@ -147,7 +147,7 @@ def test_two_threads_that_meet_a_device_make_its_tiers_once():
 # Forks.
 
 
-def test_a_session_that_begins_anew_holds_nothing_and_knows_the_threads_that_are_alive():
+def test_a_session_that_is_reset_holds_nothing_and_knows_the_threads_that_are_alive():
     session = session_with()
     session.put(OTHER, Tiers(1))
     mine, ended, queue = session.thread_state(), ThreadState(), ReclaimQueue()
@@ -294,7 +294,7 @@ def disk_cleanup(session, store, slot, transfer, loaded, inflight):
 
 
 def test_a_dead_block_is_subtracted_from_the_counts_of_its_device():
-    session, told = session_with(), []
+    session, events = session_with(), []
     assert session.blocks_alive == 0
     second = Tiers(1)
     session.put(OTHER, second)
@@ -310,21 +310,21 @@ def test_a_dead_block_is_subtracted_from_the_counts_of_its_device():
     cpu = session.device_tiers[0]
     assert (second.evictor.resident.nbytes, second.prefetcher.ahead.nbytes) == (70, 30)
     assert (cpu.evictor.resident.nbytes, cpu.prefetcher.ahead.nbytes) == (100, 50)
-    session.event_log.start(told.append)
+    session.event_log.start(events.append)
     session.reclaim_queue.append(block_cleanup(session, 0, 1, 2, 64, 8, "head"))
     session.drain()
-    assert [(what[0], *what[3:6]) for what in told] == [("free", 64, 8, "head")]
+    assert [(what[0], *what[3:6]) for what in events] == [("free", 64, 8, "head")]
     assert session.blocks_alive == 1 and not session.reclaim_queue
 
 
 def test_what_was_never_counted_is_no_block_less():
-    session, told = session_with(), []
-    session.event_log.start(told.append)
+    session, events = session_with(), []
+    session.event_log.start(events.append)
     session.blocks_alive = 1
     session.reclaim_queue.append(block_cleanup(session, 0, 0, 0, 64, -1, ""))
     session.reclaim_queue.append(disk_cleanup(session, None, None, None, 0, 0))
     session.drain()
-    assert session.blocks_alive == 1 and told == []
+    assert session.blocks_alive == 1 and events == []
 
 
 def test_when_the_last_block_is_gone_nothing_of_any_is_remembered():
@@ -408,7 +408,7 @@ def test_what_raises_while_it_is_settled_is_settled_again_and_counted_once():
     assert (cpu.evictor.inflight.nbytes, cpu.prefetcher.ahead.nbytes) == (60, 96)
 
 
-def test_an_interrupt_while_a_device_is_met_leaves_none_without_tiers(monkeypatch):
+def test_an_interrupt_at_the_first_use_of_a_device_leaves_none_without_tiers(monkeypatch):
     stash = Stash(disk=MemoryStore(), host="1MiB")
     session, device = stash._session, torch.device("meta")
     made = stash._config.tiers

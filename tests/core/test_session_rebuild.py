@@ -86,7 +86,7 @@ def test_the_sums_are_what_they_were(tmp_path, way):
     assert counted(stash) == dict.fromkeys(COUNTED, 0)
 
 
-def test_what_stays_for_another_backward_is_counted_anew(tmp_path):
+def test_what_stays_for_another_backward_is_counted_again(tmp_path):
     x = torch.zeros(10_000, requires_grad=True)
     with Stash(disk=tmp_path, min_bytes=64, inflight=0) as stash:
         loss = forward(x)
@@ -155,7 +155,7 @@ def test_each_device_s_tiers_are_given_their_own_in_the_order_of_its_making():
         reclaim_queue, 1, SimpleNamespace(memory=torch.zeros(16, dtype=torch.uint8)), None
     )
     late, early = block_of(reclaim_queue, 0, 3, on_disk), block_of(reclaim_queue, 0, 0)
-    beside = block_of(reclaim_queue, 0, 7, on_disk)  # in the same segment
+    neighbour = block_of(reclaim_queue, 0, 7, on_disk)  # in the same segment
     unborn, other = block_of(reclaim_queue, 0, -1), block_of(reclaim_queue, 1, 2, in_host)
     half_made = [Block.__new__(Block), BlockCleanup.__new__(BlockCleanup)]
     dead = HostCleanup(reclaim_queue, 1, None)
@@ -166,11 +166,11 @@ def test_each_device_s_tiers_are_given_their_own_in_the_order_of_its_making():
     )
     Session.rebuild(session)
     blocks, waiting, cleanups = first.evictor.given
-    assert (blocks, waiting) == ([early, late, beside], {id(early)})
+    assert (blocks, waiting) == ([early, late, neighbour], {id(early)})
     of_blocks = cleanups[BlockCleanup]
     assert sorted(each.serial for each in of_blocks) == [-1, 0, 3, 4, 7]
     assert (cleanups[DiskCleanup], cleanups[HostCleanup]) == ([on_disk.cleanup], [])
-    assert first.prefetcher.ahead.given == ([on_disk], [early, late, beside], cleanups)
+    assert first.prefetcher.ahead.given == ([on_disk], [early, late, neighbour], cleanups)
     blocks, waiting, cleanups = second.evictor.given
     assert (blocks, waiting) == ([other], {id(early)})
     assert cleanups[BlockCleanup] == [other.cleanup] and cleanups[DiskCleanup] == []

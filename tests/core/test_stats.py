@@ -14,7 +14,7 @@ from backstash.units import format_bytes
 
 
 def tiers(n, tier=None, refused=None):
-    """Counts that are all different: ``n`` tells whose they are."""
+    """Counts that are all different: ``n`` shows whose they are."""
     inflight = Of(nbytes=n + 1, peak_bytes=n + 2, written_bytes=n + 3, stalls=Of(seconds=n + 0.5))
     evictor = Of(
         resident=Of(nbytes=n + 4, peak_bytes=n + 5),
@@ -138,7 +138,7 @@ def test_the_most_on_disk_is_of_one_store_that_all_devices_share():
     assert (stats.disk_bytes, stats.disk_peak_bytes) == (1, 903)
 
 
-def test_notes_are_told_once_and_small_saves_by_themselves():
+def test_notes_are_listed_once_and_small_saves_separately():
     device_tiers = [tiers(100), tiers(100)]
     stats = collect(
         "", session_of(device_tiers, small_saves=2, small_bytes=70), ADMISSION, None, "note 100"

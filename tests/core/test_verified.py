@@ -95,7 +95,7 @@ def test_a_save_after_an_unseen_write_has_the_bytes_of_now(tmp_path, write, way,
 
 
 def test_what_was_not_written_moves_once(tmp_path):
-    """The same memory, three times: in the first step by its fingerprint, in the next it has not yet left."""
+    """The same memory, three times: in the first step by its fingerprint, in the next it has not left yet."""
     stash = Stash(disk=tmp_path, inflight=0)
     x, held = leaf(SIDE, SIDE), torch.randn(SIDE, SIDE, dtype=torch.float64)
     for step in range(3):
@@ -164,7 +164,7 @@ def test_a_block_that_is_not_saved_again_goes_when_its_tensor_does(tmp_path):
 
 
 def test_a_block_that_is_not_saved_again_goes_when_its_tensor_gets_other_memory(tmp_path):
-    """Then only the stash has the old one, and a budget would not be kept. No version tells."""
+    """Then only the stash has the old one, and a budget would not be kept. No version shows this."""
     stash = Stash(disk=tmp_path, inflight=0)
     x, held = leaf(SIDE, SIDE), torch.randn(SIDE, SIDE, dtype=torch.float64)
     for step in range(2):
@@ -305,8 +305,8 @@ def test_an_accelerator_compares_by_itself_and_raises_when_asked(tmp_path, write
 @pytest.fixture(
     params=["the interpreter's hash", "SHA-256", "an accelerator's sums", "a kernel's sums"]
 )
-def told(request, monkeypatch):
-    """One way to tell bytes: of a storage, the first byte and how many, something that has an ``==``."""
+def fingerprint_of(request, monkeypatch):
+    """One way to fingerprint bytes: of a storage, the first byte and how many, something that has an ``==``."""
     if request.param == "SHA-256":
         monkeypatch.setattr(_fingerprint, "_hash", None)
     elif request.param == "a kernel's sums":
@@ -325,32 +325,32 @@ def told(request, monkeypatch):
 
 
 @pytest.mark.parametrize("nbytes", [1, 3, 4, 7, 8, 129_599, 129_600, 129_603, 1_000_001])
-def test_a_fingerprint_is_of_every_byte_and_of_its_place(nbytes, told):
+def test_a_fingerprint_is_of_every_byte_and_of_its_place(nbytes, fingerprint_of):
     raw = torch.randint(0, 255, (nbytes,), dtype=torch.uint8)
-    now = told(raw.untyped_storage())
-    assert now == told(raw.clone().untyped_storage())
+    now = fingerprint_of(raw.untyped_storage())
+    assert now == fingerprint_of(raw.clone().untyped_storage())
     for at in {0, nbytes // 2, nbytes - 1}:
         other = raw.clone()
         other[at] += 1
-        assert now != told(other.untyped_storage()), at
+        assert now != fingerprint_of(other.untyped_storage()), at
     moved = raw.roll(1)
-    assert torch.equal(raw, moved) or now != told(moved.untyped_storage())
-    assert now != told(raw[1:].clone().untyped_storage())
+    assert torch.equal(raw, moved) or now != fingerprint_of(moved.untyped_storage())
+    assert now != fingerprint_of(raw[1:].clone().untyped_storage())
     longer = torch.cat([raw, raw.new_zeros(1)])
-    assert now != told(longer.untyped_storage())
+    assert now != fingerprint_of(longer.untyped_storage())
     framed = torch.cat([raw.new_ones(8), raw, raw.new_ones(5)]).untyped_storage()
-    assert now == told(framed, 8, nbytes)
+    assert now == fingerprint_of(framed, 8, nbytes)
 
 
 @pytest.mark.parametrize("value", [0.0, -1.5, 2.5, float("nan")])
-def test_an_element_is_told_wherever_it_is(value, told):
+def test_a_changed_element_is_detected_wherever_it_is(value, fingerprint_of):
     """A sign is the highest bit of a word: products modulo a power of two are weakest in that."""
     places = range(0, 160_000, 401)
     found = set()
     for at in places:
         x = torch.full((160_000,), 1.5)
         x[at] = value
-        found.add(str(told(x.untyped_storage())))
+        found.add(str(fingerprint_of(x.untyped_storage())))
     assert len(found) == len(places)
 
 
@@ -358,7 +358,7 @@ def test_an_element_is_told_wherever_it_is(value, told):
     os.environ.get("TRITON_INTERPRET") != "1",
     reason="needs Triton, and TRITON_INTERPRET=1 from the start",
 )
-def test_a_kernel_that_tells_other_sums_is_refused(monkeypatch):
+def test_a_kernel_that_computes_other_sums_is_refused(monkeypatch):
     from backstash._device import fingerprint_kernel
 
     assert _fingerprint._is_right(fingerprint_kernel, torch.device("cpu"))
@@ -373,16 +373,16 @@ def test_memory_of_another_device_is_not_read_by_the_host():
         fingerprint(storage)
 
 
-def test_permutations_of_rows_and_columns_are_seen(told):
+def test_permutations_of_rows_and_columns_are_seen(fingerprint_of):
     """Their sums by rows and by columns are all the same."""
     eyes = (torch.eye(180)[torch.randperm(180)] for _ in range(200))
-    assert len({str(told(each.untyped_storage())) for each in eyes}) == 200
+    assert len({str(fingerprint_of(each.untyped_storage())) for each in eyes}) == 200
 
 
-def test_a_fingerprint_takes_no_random_numbers(told):
+def test_a_fingerprint_takes_no_random_numbers(fingerprint_of):
     before = torch.get_rng_state()
     _fingerprint._weights.cache_clear(), _fingerprint._random_bytes.cache_clear()
-    told(torch.zeros(10).untyped_storage())
+    fingerprint_of(torch.zeros(10).untyped_storage())
     assert torch.equal(before, torch.get_rng_state())
 
 
@@ -448,7 +448,7 @@ def test_a_block_that_a_thread_expected_again_and_left_counts_when_the_thread_ha
     assert torch.equal(gradients(losses[0], x)[0], held)
 
 
-def test_a_recording_tells_of_a_save_that_is_expected_again_once(tmp_path):
+def test_a_recording_has_a_save_that_is_expected_again_once(tmp_path):
     stash = Stash(disk=tmp_path, inflight=0)
     x, held = leaf(SIDE, SIDE), torch.randn(SIDE, SIDE, dtype=torch.float64)
     with stash.record() as recording:

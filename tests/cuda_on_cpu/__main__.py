@@ -4,8 +4,8 @@
 
 where ``python`` has a torch that was built for CUDA (the default of PyPI's); everything after the folder is
 Python's own. Needs a C++ compiler and CUDA's headers (``CUDA_HOME``, or /usr/local/cuda). What is real there
-and what is not, and the variables of the environment that say how late things are, is told in ``runtime.cpp``
-and ``compute.cpp``.
+and what is not, and the variables of the environment that say how late things are, is described in
+``runtime.cpp`` and ``compute.cpp``.
 """
 
 import os

@@ -258,7 +258,7 @@ struct Quiet : c10::WarningHandler {
 
 const bool is_registered = [] {
   Quiet quiet;  // about kernels that there were before
-  const c10::WarningUtils::WarningHandlerGuard heard(&quiet);
+  const c10::WarningUtils::WarningHandlerGuard guard(&quiet);
   static torch::Library library(torch::Library::IMPL, "aten", c10::DispatchKey::CUDA, __FILE__, __LINE__);
   auto names = c10::Dispatcher::singleton().getRegistrationsForDispatchKey(c10::DispatchKey::CUDA);
   for (auto& name : names)

@@ -197,8 +197,8 @@ cudaError_t copy(void* to, const void* from, size_t count, Queue* queue, bool wa
   auto staged = std::make_shared<std::string>();
   if (!reads_late) staged->assign(static_cast<const char*>(from), count);
   ask(queue, [=] {
-    if (reads_late && !range_of(from)) fault("a copy reads memory that was let go");
-    if (writes_late && !range_of(to)) fault("a copy writes memory that was let go");
+    if (reads_late && !range_of(from)) fault("a copy reads memory that was freed");
+    if (writes_late && !range_of(to)) fault("a copy writes memory that was freed");
     std::memcpy(to, reads_late ? from : staged->data(), count);
   });
   if (waits) run_up_to(queue, queue->asked);

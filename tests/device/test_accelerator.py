@@ -159,7 +159,7 @@ def change_after_save(stash, x):
     return h, loss
 
 
-def test_a_change_before_the_copy_ran_is_told():
+def test_a_change_before_the_copy_ran_is_detected():
     device = TwinDevice()
     stash = stash_on(device, host="64MiB")
     x = leaf()
@@ -185,7 +185,7 @@ def test_a_change_after_the_copy_landed_changes_nothing():
 
 
 class LatePromise(TwinDevice):
-    """The stream is told to wait, and the copy has still not run when the host goes on."""
+    """The stream is set to wait, and the copy has still not run when the host goes on."""
 
     def down(self, source, target, made_on):
         copy = super().down(source, target, made_on)
@@ -202,8 +202,8 @@ class LatePromise(TwinDevice):
         return copy
 
 
-def test_a_change_between_landing_and_the_copy_s_end_is_told():
-    """The memory was let go because the stream waits; another stream may still change the tensor."""
+def test_a_change_between_landing_and_the_copy_s_end_is_detected():
+    """The memory was freed because the stream waits; another stream may still change the tensor."""
     device = LatePromise()
     stash = stash_on(device, host="64MiB", inflight=BLOCK)
     x = leaf()
@@ -227,7 +227,7 @@ def test_bytes_still_on_their_way_down_come_back_after_they_have_arrived():
     x = leaf()
     with stash:
         loss = chain(x)
-    assert len(device.downs) == 8, "let go, and not yet copied"
+    assert len(device.downs) == 8, "freed, and not copied yet"
     assert torch.equal(gradient(loss, x), expected())
     del loss
     stash.close()
@@ -281,7 +281,7 @@ def test_a_buffer_is_not_used_again_while_it_is_read():
         held = first.grad_fn
     assert torch.equal(held._saved_result, first)
     device.orders = 0
-    # Asked for and not waited for: nobody has told the stream yet.
+    # Asked for and not waited for: nothing makes the stream wait yet.
     with stash:
         second = torch.tanh(x * 2.5)
     del first, held
@@ -768,7 +768,7 @@ def test_keep_auto_keeps_from_the_first_step_on_and_in_one_long_context():
     stash.close()
 
 
-def test_keep_auto_is_of_a_device_that_is_met_amid_a_step(monkeypatch):
+def test_keep_auto_applies_to_a_device_first_used_in_the_middle_of_a_step(monkeypatch):
     from backstash import Stash
     from backstash._tiers import device_tiers as _device_tiers
 
@@ -839,7 +839,7 @@ def test_where_the_device_runs_short_less_stays_than_may(keep):
 
 
 def test_where_the_device_runs_short_what_leaves_it_has_left():
-    """A host that runs ahead sees no copy end: backward would find memory taken that is let go of soon."""
+    """A host that runs ahead sees no copy end: backward would find memory taken that is freed soon."""
     device = Small(14 * BLOCK)
     stash = device.stash = stash_on(device, keep=None, host="64MiB", inflight=8 * BLOCK)
     x, out = leaf(), leaf()
@@ -900,7 +900,7 @@ def test_keep_can_be_changed_before_and_after_the_first_tensor():
     stash.close()
 
 
-def test_a_device_that_is_met_later_has_the_budget_that_was_set(monkeypatch):
+def test_a_device_first_used_later_has_the_budget_that_was_set(monkeypatch):
     from backstash import Stash
     from backstash._tiers import device_tiers as _device_tiers
 

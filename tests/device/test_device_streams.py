@@ -294,7 +294,7 @@ def test_an_interrupt_while_one_is_asked_leaves_its_memory_with_the_device(playe
 
 
 @pytest.mark.parametrize("way", ["down", "up"])
-def test_what_tells_when_a_copy_has_ended_owns_no_memory(played, way):
+def test_the_completion_of_a_copy_owns_no_memory(played, way):
     """It outlives the copy, in what waits to give back the host's end: that is its caller's to own."""
     device, _, compute, _ = played
     host = bytes_of(0)
@@ -413,7 +413,7 @@ def test_what_was_brought_back_for_nobody_leaves_its_memory_until_it_has_come(
 def test_memory_that_autograd_would_hold_waits_for_every_stream_that_saves(
     played, recorded, monkeypatch
 ):
-    """Nobody knows which stream asked for it, nor which of them still reads it."""
+    """The stream that asked for it is unknown, and so are those that still read it."""
     device, log, _, current = played
     source = bytes_of(7)
     at = address_of(source)
@@ -456,7 +456,7 @@ def test_what_came_is_recorded_on_each_other_stream_that_uses_it(played, recorde
     assert recorded == []
     current[0] = FakeStream(log, "other")
     copy.order()
-    assert recorded == [(at, "other")], "which waits for the copy: so does whoever waits for it"
+    assert recorded == [(at, "other")], "it waits for the copy, and so do all that wait for it"
     copy.completion.event.has_ended = True
     recorded.clear()
     current[0] = FakeStream(log, "third")
@@ -833,14 +833,14 @@ def test_a_device_without_memory_is_used_all_the_same(whole, monkeypatch):
     assert isinstance(whole(), Accelerator) and not _accelerator._tried_out, "the next stash tries"
 
 
-def test_an_allocator_that_warns_of_a_tensor_s_own_stream_is_not_heard(whole, monkeypatch):
+def test_an_allocator_s_warning_about_a_tensor_s_own_stream_is_suppressed(whole, monkeypatch):
     def record(tensor, stream):
         warnings.warn("its own stream", UserWarning, stacklevel=1)
 
     monkeypatch.setattr(torch.Tensor, "record_stream", record)
     filters = [*warnings.filters]
     assert isinstance(whole(), Accelerator)
-    assert warnings.filters == filters, "other warnings are heard as before"
+    assert warnings.filters == filters, "other warnings are shown as before"
 
 
 def test_another_device_than_the_accelerator_has_none(monkeypatch):
@@ -895,7 +895,7 @@ def test_pinning_is_by_registering_and_says_what_was_answered(monkeypatch, statu
     device.unpin(memory)
     assert len(asked) == 1, "what the parent of a fork pinned is the parent's to unpin"
     device._pid -= 1
-    fails.append("that kernel is blamed, and nobody told")
+    fails.append("that kernel is blamed, and nothing is reported")
     device.unpin(memory)
     cuda_host_register_portable = 1
     assert asked == [
@@ -907,7 +907,7 @@ def test_pinning_is_by_registering_and_says_what_was_answered(monkeypatch, statu
     assert len(launched) == 2 * bool(reason)
 
 
-def test_what_pytorch_keeps_of_pinned_memory_is_let_go(monkeypatch):
+def test_pinned_memory_that_pytorch_caches_is_released(monkeypatch):
     asked = []
     monkeypatch.delattr(torch.accelerator, "empty_host_cache", raising=False)
     monkeypatch.delattr(torch._C, "_host_emptyCache", raising=False)
@@ -993,7 +993,7 @@ def test_failures_are_the_allocator_s_count(monkeypatch):
     assert device.failures() == 0, "cudaMallocAsync's does not count"
 
 
-def test_a_backward_that_loads_nothing_lets_go_of_what_has_ended(played, stash):
+def test_a_backward_that_loads_nothing_releases_copies_that_have_ended(played, stash):
     """Copies that began early of blocks that stayed: nothing else looks at them before the next forward."""
     device = played[0]
     stash.set_keep(None)

@@ -1,4 +1,4 @@
-"""The host tier's slabs: inside their budget, used again, and pinned or let go as a whole."""
+"""The host tier's slabs: inside their budget, used again, and pinned or released as a whole."""
 
 import pytest
 import torch
@@ -202,7 +202,7 @@ def test_empty_slabs_give_way_to_another_size():
     assert pins.unpinned == [8 * PAGE]
 
 
-def test_trim_lets_go_of_what_is_empty_only():
+def test_trim_releases_only_empty_slabs():
     pins = Pins()
     pool = pins.pool(None)
     first, second = pool.take(8 * PAGE), pool.take(8 * PAGE)

@@ -100,9 +100,7 @@ class Model:
         self.died: set[str] = (
             set()
         )  # streams of copies that died when they were not known to have ended
-        self.silent = (
-            ""  # the stream whose copies let go of their memory when they die: to be found
-        )
+        self.silent = ""  # the stream whose copies free their memory when they die: to be found
 
     def allocated(self, tensor: torch.Tensor) -> Memory:
         storage = tensor.untyped_storage()
@@ -306,7 +304,7 @@ def program(model: Model, stash: Stash, streams: int) -> None:
             later and chance.random() < 0.3
         ):  # another reads it, and relies on autograd to hold it
             old, packed, savers = later.pop(0)
-            reader = chance.choice(savers)  # one that saves nothing is the program's own to tell
+            reader = chance.choice(savers)  # one that saves nothing is the program's own to record
             reader.wait_event(model.current.record_event())
             model.of(old).uses.append(reader.work())
             del old
@@ -338,7 +336,7 @@ def use(model: Model, stash: Stash, packed: Any, value: float) -> None:
     if memory.uses[1:] and memory.uses[1][0] == "up":
         model.check(model.comes_after(current.clock, memory.uses[1]), "used before it had come")
     elif current is not memory.owner:
-        view.record_stream(current)  # it never moved: the program's own to tell
+        view.record_stream(current)  # it never moved: the program's own to record
     memory.uses.append(current.work())
     assert float(view[0, 0]) == value
     del view
@@ -379,7 +377,7 @@ def test_nothing_is_used_before_or_after_its_time(
 
 @pytest.mark.parametrize("streams", [1, 3])
 @pytest.mark.parametrize("silent", ["down", "up"])
-def test_a_copy_that_dies_and_lets_go_of_its_memory_is_seen(
+def test_a_copy_that_dies_and_frees_its_memory_is_detected(
     played, silent: str, streams: int
 ) -> None:
     faults: set[str] = set()

@@ -1,4 +1,4 @@
-"""Bytes that change on disk: ``verify=True`` tells, whoever reads them, and tells of nothing else."""
+"""Bytes that change on disk: ``verify=True`` reports it, whatever reads them, and reports nothing else."""
 
 import os
 
@@ -47,12 +47,12 @@ def extents(stash):
 
 
 @pytest.mark.parametrize("prefetch", [0, "8MiB"])
-def test_a_flipped_byte_of_any_block_is_told_with_what_it_was_of(tmp_path, prefetch):
+def test_a_flipped_byte_of_any_block_is_reported_with_what_it_belongs_to(tmp_path, prefetch):
     stash, loss = held(tmp_path, prefetch=prefetch)
     other = held_by(stash)
     mine = extents(stash)
     assert len(mine) > 4
-    told = 0
+    raised = 0
     for offset, nbytes in mine:
         for at in {offset, offset + nbytes // 2, offset + nbytes - 1}:
             flip(stash._store, at)
@@ -62,13 +62,13 @@ def test_a_flipped_byte_of_any_block_is_told_with_what_it_was_of(tmp_path, prefe
                 try:
                     assert are_right(torch.autograd.grad(each, INPUTS, retain_graph=True))
                 except StashCorruptError as error:
-                    told += 1
+                    raised += 1
                     text = str(error)
                     assert "not what was written" in text and str(tmp_path) in text
                     assert "(Net)" in text and "float32" in text, text
             flip(stash._store, at)  # as it was: nothing was lost by the error
     # What was read ahead by a backward that failed is not read again by the next one.
-    assert told == 3 * len(mine) if prefetch == 0 else told > len(mine)
+    assert raised == 3 * len(mine) if prefetch == 0 else raised > len(mine)
     for each in (loss, other):
         assert are_right(torch.autograd.grad(each, INPUTS))
     del loss, other, each

@@ -115,11 +115,11 @@ PROCESSES = """
 import os, signal, sys, threading, warnings
 from faulty import *
 from backstash.errors import StashForkedError
-warnings.simplefilter("ignore", DeprecationWarning)  # a fork beside a thread: that is what is tried
+warnings.simplefilter("ignore", DeprecationWarning)  # a fork with a thread: that is what is tried
 to_child, to_parent = os.pipe(), os.pipe()
-def tell(pipe, what=b"."):
+def send_byte(pipe, what=b"."):
     os.write(pipe[1], what)
-def hear(pipe):
+def receive_byte(pipe):
     return os.read(pipe[0], 1)
 def ours():
     return [each for each in map(link, os.listdir("/proc/self/fd")) if each.startswith(sys.argv[1])]
@@ -150,14 +150,14 @@ stash.stats()
 
 GOES_ON = """
 def child():
-    hear(to_child)  # until the parent has freed what this graph saved, and used the space again
-    tell(to_parent, is_right_or_refused(loss))
-    tell(to_parent, b"." if are_right(gradients(stash)) and stash.stats().written_bytes else b"!")
+    receive_byte(to_child)  # until the parent has freed what this graph saved, and used the space again
+    send_byte(to_parent, is_right_or_refused(loss))
+    send_byte(to_parent, b"." if are_right(gradients(stash)) and stash.stats().written_bytes else b"!")
     if os.fork() == 0:  # a child of the child
-        tell(to_parent, is_right_or_refused(loss) + b"." if are_right(gradients(stash)) else b"!!")
+        send_byte(to_parent, is_right_or_refused(loss) + b"." if are_right(gradients(stash)) else b"!!")
         os._exit(0)
     os.wait()
-    tell(to_parent, b"." if are_right(gradients(stash)) else b"!")
+    send_byte(to_parent, b"." if are_right(gradients(stash)) else b"!")
 if sys.argv[3] == "os.fork":
     if os.fork() == 0:
         child()
@@ -171,11 +171,11 @@ gc.collect()
 for _ in range(2):
     assert are_right(gradients(stash))
 held = [another() for _ in range(2)]
-tell(to_child)
-told = [hear(to_parent) for _ in range(5)]
+send_byte(to_child)
+received = [receive_byte(to_parent) for _ in range(5)]
 # Refused, or right where its write had not ended before the fork ("=": it is in the child's memory).
-assert told[0] == told[2] and told[0] in (b"r", b"="), told
-assert told[1] == told[3] == told[4] == b".", told
+assert received[0] == received[2] and received[0] in (b"r", b"="), received
+assert received[1] == received[3] == received[4] == b".", received
 assert all(map(others_are_right, held))
 if sys.argv[3] == "os.fork":
     os.wait()
@@ -208,19 +208,19 @@ assert ours()
 faulthandler.cancel_dump_traceback_later()  # a child waits at its end for a watchdog that it does not have
 child = os.fork()
 if child == 0:
-    tell(to_parent, b"." if not ours() else b"!")
-    hear(to_child)
+    send_byte(to_parent, b"." if not ours() else b"!")
+    receive_byte(to_child)
     mine = gradients(stash)
-    tell(to_parent, b"." if are_right(mine) and len(ours()) == 1 else b"!")
-    hear(to_child)
+    send_byte(to_parent, b"." if are_right(mine) and len(ours()) == 1 else b"!")
+    receive_byte(to_child)
     if sys.argv[3] == "os._exit":
         os._exit(0)
     sys.exit(0)  # the interpreter is taken down, with a graph of the parent's alive
-assert hear(to_parent) == b"."
-tell(to_child)
+assert receive_byte(to_parent) == b"."
+send_byte(to_child)
 assert are_right(torch.autograd.grad(loss, INPUTS, retain_graph=True))
-assert hear(to_parent) == b"."
-tell(to_child)
+assert receive_byte(to_parent) == b"."
+send_byte(to_child)
 assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
 assert are_right(torch.autograd.grad(loss, INPUTS))
 del loss
@@ -240,15 +240,15 @@ with stash:
     first = forward()
     if os.fork() == 0:
         second = forward()  # by the hooks that the parent has pushed
-        tell(to_parent, b"." if are_right(torch.autograd.grad(second, INPUTS)) else b"!")
-        tell(to_parent, b"." if stash.stats().written_bytes else b"!")
-        tell(to_parent, is_right_or_refused(first))
+        send_byte(to_parent, b"." if are_right(torch.autograd.grad(second, INPUTS)) else b"!")
+        send_byte(to_parent, b"." if stash.stats().written_bytes else b"!")
+        send_byte(to_parent, is_right_or_refused(first))
         stash.close()
         stash.__exit__(None, None, None)
-        tell(to_parent, b"." if not hooks_left() else b"!")
+        send_byte(to_parent, b"." if not hooks_left() else b"!")
         os._exit(0)
-    told = [hear(to_parent) for _ in range(4)]
-assert told in ([b".", b".", b"r", b"."], [b".", b".", b"=", b"."]), told  # "=": not yet on disk
+    received = [receive_byte(to_parent) for _ in range(4)]
+assert received in ([b".", b".", b"r", b"."], [b".", b".", b"=", b"."]), received  # "=": not yet on disk
 assert are_right(torch.autograd.grad(first, INPUTS)) and are_right(torch.autograd.grad(loss, INPUTS))
 os.wait()
 del first, loss
@@ -265,7 +265,7 @@ def test_a_child_that_is_forked_inside_the_context_holds_its_own_graph_on_its_ow
 THREAD = """
 import os, sys, threading, warnings
 from faulty import *
-warnings.simplefilter("ignore", DeprecationWarning)  # a fork beside a thread: that is what is tried
+warnings.simplefilter("ignore", DeprecationWarning)  # a fork with a thread: that is what is tried
 stash = Stash(disk=sys.argv[1], min_bytes=64)
 assert are_right(gradients(stash))
 held, forked = threading.Event(), threading.Event()
@@ -296,7 +296,7 @@ MOVING = """
 import os, signal, threading, warnings
 from backstash._runtime.workers import Work
 from backstash.errors import StashForkedError
-warnings.simplefilter("ignore", DeprecationWarning)  # a fork beside a thread: that is what is tried
+warnings.simplefilter("ignore", DeprecationWarning)  # a fork with a thread: that is what is tried
 begun, may_end, asked = threading.Event(), threading.Event(), []
 def move():
     begun.set()
@@ -328,7 +328,7 @@ from backstash._runtime import workers
 from backstash.errors import StashForkedError
 from faulty import *
 from nesting import Caller
-warnings.simplefilter("ignore", DeprecationWarning)  # a fork beside a thread: that is what is tried
+warnings.simplefilter("ignore", DeprecationWarning)  # a fork with a thread: that is what is tried
 children = []
 def forks():
     children.append(os.fork())
@@ -485,8 +485,8 @@ for part in range(8):
         right = right and are_right(gradients(made)) and not hooks_left()
         os._exit(0 if right else 5)
     assert right
-told = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-assert len(told) >= 7 and not any(told), told
+statuses = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+assert len(statuses) >= 7 and not any(statuses), statuses
 problems = wrong_after(made)
 assert not problems, problems
 """

@@ -49,8 +49,8 @@ many = [(torch.randn(200_000, generator=torch.Generator().manual_seed(seed)) * .
         for seed in range(8)]  # 8 times 4 blocks of 0.8 MB
 wanted = torch.autograd.grad(forward(many), many)
 def fits(found): return all(map(same_bits, found, wanted))
-def told(stash):
-    with warnings.catch_warnings(record=True) as told:
+def messages_of(stash):
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             with stash:
@@ -60,9 +60,9 @@ def told(stash):
             assert on_full == "raise"
             return [str(error)]
         assert fits(torch.autograd.grad(loss, many)), "wrong"
-    return [str(each.message) for each in told]
+    return [str(each.message) for each in caught]
 stash = Stash(disk=where, min_bytes=64, on_full=on_full, inflight="2MiB")
-for message in told(stash): print(message)          # filled by the stash itself
+for message in messages_of(stash): print(message)          # filled by the stash itself
 gc.collect()
 assert stash.stats().blocks == 0
 # What was asked for in advance and did not fit was given back, though ext4 keeps a part of it.
@@ -86,7 +86,7 @@ with stash:
             os.posix_fallocate(hog, os.fstat(hog).st_size, chunk)
         except OSError:
             chunk //= 2
-for message in told(stash): print(message)
+for message in messages_of(stash): print(message)
 assert same_bits(torch.autograd.grad(half, many[0])[0], wanted[0])
 os.close(hog)
 (where / "hog").unlink()

@@ -40,14 +40,14 @@ def test_a_write_that_fails_leaves_its_block_in_place(tmp_path, monkeypatch, mix
         stash = MIXES[mix](tmp_path)
         faults = Faults(random.Random(seed), fails=0.3, number=number, calls=("pwrite",))
         faults.put_under(monkeypatch)
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for _ in range(4):
                 assert are_right(gradients(stash))
         monkeypatch.undo()
         gc.collect()
-        if told:
-            message = str(told[0].message)
+        if caught:
+            message = str(caught[0].message)
             assert os.strerror(number) in message and "kept in memory" in message
         stash.close()
         stats = stash.stats()
@@ -55,7 +55,7 @@ def test_a_write_that_fails_leaves_its_block_in_place(tmp_path, monkeypatch, mix
 
 
 @pytest.mark.parametrize("mix", MIXES)
-def test_a_read_that_fails_is_told_and_can_be_tried_again(tmp_path, monkeypatch, mix):
+def test_a_read_that_fails_raises_and_can_be_tried_again(tmp_path, monkeypatch, mix):
     """Read ahead and on demand; the graph is whole and so is every other one."""
     failures = 0
     for seed in range(4):
@@ -102,7 +102,7 @@ def test_what_an_error_held_is_never_lent_twice(tmp_path, monkeypatch, mix):
                     assert are_right(torch.autograd.grad(loss, INPUTS, retain_graph=True))
                 except StashIOError as error:
                     failures += 1
-                    error.cycle = error  # as an exception that is kept, beside its frames
+                    error.cycle = error  # as an exception that is kept together with its frames
         assert are_right(gradients(stash))
         assert are_right(torch.autograd.grad(loss, INPUTS))
         monkeypatch.undo()
@@ -124,14 +124,14 @@ def test_a_copy_that_fails_leaves_its_block_on_the_device(tmp_path, monkeypatch)
 
     monkeypatch.setattr(device, "down", fails_now_and_then)
     stash = stash_on(device, host="3MiB", disk=tmp_path, min_bytes=64, inflight="1MiB")
-    told = 0
+    raised = 0
     for _ in range(12):
         try:
             assert are_right(gradients(stash))
         except RuntimeError as error:
             assert "link is down" in str(error)
-            told += 1
-    assert told and failed
+            raised += 1
+    assert raised and failed
     monkeypatch.undo()
     assert not wrong_after(stash)
 
@@ -142,7 +142,7 @@ def test_a_copy_back_that_fails_can_be_tried_again(tmp_path, monkeypatch):
     stash = stash_on(device, host="3MiB", disk=tmp_path, min_bytes=64, inflight="1MiB")
     with stash:
         loss = forward()
-    up, told = device.up, 0
+    up, raised = device.up, 0
 
     def fails_now_and_then(*arguments):
         if rng.random() < 0.2:
@@ -150,15 +150,15 @@ def test_a_copy_back_that_fails_can_be_tried_again(tmp_path, monkeypatch):
         return up(*arguments)
 
     monkeypatch.setattr(device, "up", fails_now_and_then)
-    for _ in range(400):  # what fails ahead of need is tried again in silence: few are told of
+    for _ in range(400):  # what fails ahead of need is tried again in silence: few are raised
         stash._session.device_tiers[-1].prefetcher.free()  # or nothing is copied back again
         try:
             assert are_right(torch.autograd.grad(loss, INPUTS, retain_graph=True))
         except torch.OutOfMemoryError:
-            told += 1
-        if told == 2:
+            raised += 1
+        if raised == 2:
             break
-    assert told == 2
+    assert raised == 2
     monkeypatch.undo()
     assert are_right(torch.autograd.grad(loss, INPUTS))
     del loss

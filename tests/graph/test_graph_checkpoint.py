@@ -211,7 +211,7 @@ def test_a_checkpoint_in_a_checkpoint(stash):
     )
 
 
-def test_a_graph_that_is_dropped_lets_go(stash):
+def test_a_graph_that_is_dropped_frees_its_blocks(stash):
     given = inputs()
     with stash:
         loss = checkpoint(block, *given, context_fn=selective({MM}))
@@ -220,16 +220,16 @@ def test_a_graph_that_is_dropped_lets_go(stash):
     assert stash.stats().blocks == 0
 
 
-def test_torch_is_told_where_it_asks(monkeypatch):
-    told = {}
+def test_options_are_passed_to_a_torch_that_takes_them(monkeypatch):
+    passed = {}
 
     def newer(function, *args, use_reentrant=None, respect_saved_tensors_hooks=None, **options):
-        told.update(options, respect=respect_saved_tensors_hooks, reentrant=use_reentrant)
+        passed.update(options, respect=respect_saved_tensors_hooks, reentrant=use_reentrant)
         return function(*args)
 
     monkeypatch.setattr(stock, "checkpoint", newer)
     assert checkpoint(lambda x: x + 1, 1, early_stop=False) == 2
-    assert told == {"early_stop": False, "respect": True, "reentrant": False}
+    assert passed == {"early_stop": False, "respect": True, "reentrant": False}
 
 
 def test_the_reentrant_kind_is_refused():

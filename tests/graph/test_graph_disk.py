@@ -225,7 +225,7 @@ def test_shallow_replicas_as_data_parallel_makes_them(wrap: Any) -> None:
 
 
 def test_on_an_accelerator_all_save_on_cpu_contexts_share_what_is_pinned(monkeypatch) -> None:
-    """Programs make one for each step; a stash of its own would pin anew each time."""
+    """Programs make one for each step; a stash of its own would pin again each time."""
     from backstash import graph
     from backstash.graph import _faces
 

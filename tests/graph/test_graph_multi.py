@@ -112,7 +112,7 @@ def test_tensors_that_were_dropped_still_count() -> None:
 
 
 def test_a_graph_that_another_thread_went_on_with() -> None:
-    """Each thread numbers its nodes for itself, so the numbers do not tell the order."""
+    """Each thread numbers its nodes for itself, so the numbers do not give the order."""
     calls = Calls()
     for _ in range(100):
         late = leaf() * 1

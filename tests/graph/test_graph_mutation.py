@@ -281,7 +281,7 @@ def test_only_what_was_saved_and_is_about_to_change_is_cloned(change: Change, co
     assert clones(change) == count
 
 
-def test_a_change_beside_what_was_saved_is_no_error() -> None:
+def test_a_change_next_to_what_was_saved_is_no_error() -> None:
     x = torch.rand(4, requires_grad=True)
     with allow_mutation_on_saved_tensors():
         b = x * 1

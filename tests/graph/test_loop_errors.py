@@ -182,7 +182,7 @@ def test_what_a_step_left_behind_for_a_later_one() -> None:
 
 @pytest.mark.parametrize("earlier", [0, 1000])
 def test_what_another_thread_computes_inside_a_step(earlier: int) -> None:
-    """Its nodes have numbers of that thread, which tell nothing here: above or below this one's."""
+    """Its nodes have numbers of that thread, which mean nothing here: above or below this one's."""
     w = leaf()
 
     def step(state: Tensor) -> Tensor:

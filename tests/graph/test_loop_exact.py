@@ -246,7 +246,7 @@ def test_without_gradients_it_is_the_plain_loop() -> None:
 
 
 @takes_long
-def test_a_graph_of_very_many_steps_is_let_go_of() -> None:
+def test_a_graph_of_very_many_steps_can_be_freed() -> None:
     x = torch.ones(2, requires_grad=True)
     y = checkpoint_loop(lambda s: s * 1.0, x, 20_000, schedule=Binomial(8))
     del y
@@ -446,7 +446,7 @@ def _numbered(step: Callable[[Tensor, int], Tensor], state: Tensor) -> Tensor:
     return state
 
 
-def test_what_a_step_saves_in_forward_is_let_go_of_at_once() -> None:
+def test_what_a_step_saves_in_forward_is_freed_at_once() -> None:
     """But the last step's, whose graph backward takes."""
     w, x = tensors((8,), (8,))
     saved: list[bool] = []
@@ -469,7 +469,7 @@ def test_a_step_that_asks_its_own_graph_what_it_saved() -> None:
         result = (state * w).sin()
         try:
             kept = result.grad_fn._saved_self  # type: ignore[union-attr]
-        except Exception:  # a step that hides what it is told
+        except Exception:  # a step that hides the error it gets
             kept = torch.zeros(8)
         return result + kept.detach() * 0.1
 

@@ -1,4 +1,4 @@
-"""What the steps return beside the state is stacked as torch.stack does it, without a second copy."""
+"""What the steps return in addition to the state is stacked as torch.stack does it, without a second copy."""
 
 from collections.abc import Callable
 from typing import Any

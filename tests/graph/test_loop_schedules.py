@@ -99,7 +99,7 @@ def test_a_schedule_of_ones_own() -> None:
     assert torch.equal(x.grad, y.grad)
 
 
-def test_a_schedule_that_answers_outside_is_told() -> None:
+def test_a_schedule_that_answers_outside_the_allowed_range_is_refused() -> None:
     class Wrong(EveryThird):
         def next_snapshot(self, held: tuple[int, ...], stop: int) -> int | None:
             return stop
@@ -117,7 +117,7 @@ def test_snapshots_are_counted_from_one(value: object) -> None:
         TwoLevel(value, 1)
 
 
-def test_a_plan_runs_nothing_that_it_was_told() -> None:
+def test_a_plan_measures_nothing_that_is_passed_to_it() -> None:
     def step(state: torch.Tensor) -> torch.Tensor:
         raise AssertionError("it ran")
 

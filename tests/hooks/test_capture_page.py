@@ -25,7 +25,7 @@ def blocks(text: str) -> list[tuple[int, str, str | None]]:
 
 
 def run(page: list[tuple[int, str, str | None]], name: str) -> list[str]:
-    """Runs the blocks in one namespace; tells where what was printed is not what is written."""
+    """Runs the blocks in one namespace; returns where what was printed is not what is written."""
     wrong = []
     namespace: dict[str, Any] = {"__name__": "page"}
     for line, code, expected in page:

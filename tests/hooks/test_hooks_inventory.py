@@ -86,7 +86,7 @@ def test_every_kind_of_others(chain: nn.Sequential) -> None:
     assert hooks_on(chain) == ()
 
 
-def test_hooks_on_a_wrapper_and_beside_others(chain: nn.Sequential) -> None:
+def test_hooks_on_a_wrapper_and_in_addition_to_others(chain: nn.Sequential) -> None:
     wrapped = nn.DataParallel(chain)
     handle = wrapped.register_forward_hook(foreign)
     with pytest.warns(HookWarning), watch_gradients(wrapped, names="2.bias", to=None):

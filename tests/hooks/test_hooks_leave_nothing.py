@@ -185,7 +185,7 @@ def test_parameters_without_gradients_are_named(model) -> None:
             Fails().forward(model[2](model[1](model[0](torch.ones(2, 4))))).sum().backward()
 
 
-def test_a_removed_handle_lets_go_of_the_model(register) -> None:
+def test_a_removed_handle_releases_the_model(register) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4), Fails())
     with register(model) as handle:
         train(model)

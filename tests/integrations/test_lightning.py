@@ -76,13 +76,13 @@ if pl is not None:
                 raise self.error
             return super().training_step(batch, index)
 
-    class Told(pl.loggers.logger.DummyLogger):
+    class Recorded(pl.loggers.logger.DummyLogger):
         def __init__(self):
             super().__init__()
-            self.told = []
+            self.metrics = []
 
         def log_metrics(self, metrics, step=None):
-            self.told.append(dict(metrics))
+            self.metrics.append(dict(metrics))
 
 
 def fit(module, directory, callbacks=(), **options):
@@ -112,13 +112,15 @@ def fit(module, directory, callbacks=(), **options):
 def test_a_trainer_comes_to_the_same_weights(tmp_path, disk_dir, kind, precision):
     plain, held = globals()[kind](), globals()[kind]()
     fit(plain, tmp_path, precision=precision)
-    stash, told = Stash(disk=disk_dir, min_bytes=512), Told()
-    trainer = fit(held, tmp_path, [StashCallback(stash)], precision=precision, logger=told)
+    stash, recorded = Stash(disk=disk_dir, min_bytes=512), Recorded()
+    trainer = fit(held, tmp_path, [StashCallback(stash)], precision=precision, logger=recorded)
     for (name, one), two in zip(plain.named_parameters(), held.parameters(), strict=True):
         assert torch.equal(one, two), name
     assert plain.held == [False] * 8 and held.held == [True] * 8
     assert hook_pair() is None and "train_step_context" not in vars(trainer.precision_plugin)
-    figures = [each["stash/written_bytes"] for each in told.told if "stash/written_bytes" in each]
+    figures = [
+        each["stash/written_bytes"] for each in recorded.metrics if "stash/written_bytes" in each
+    ]
     assert len(figures) == 8 and figures[-1] > figures[0] > 0
     assert stash.stats().blocks == 0
     stash.close()

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # what a trainer says of its 
 
 
 class Seen(transformers.TrainerCallback):
-    """A reporter: what it was told."""
+    """A reporter: what it received."""
 
     def __init__(self):
         self.logs = []
@@ -276,7 +276,7 @@ def test_offloading_by_checkpointing_is_refused(tmp_path):
         prepare_trainer(trainer_of(tmp_path, **options), stash)
     with pytest.raises(UsageError, match="leave offload out"):
         trainer_of(tmp_path, callbacks=[StashCallback(stash)], **options).train()
-    # Or the model was told so itself.
+    # Or the model was configured so itself.
     model = model_of()
     model.activation_checkpointing_enable(offload=True)
     trainer = prepare_trainer(trainer_of(tmp_path, model=model), stash)
@@ -300,7 +300,7 @@ def test_activation_offloading_of_trl_is_said_to_do_nothing(tmp_path):
         prepare_trainer(trainer, Stash())
 
 
-def test_a_trainer_that_never_asks_for_the_context_is_told(tmp_path):
+def test_a_trainer_that_never_asks_for_the_context_is_reported(tmp_path):
     class Own(transformers.Trainer):
         def training_step(self, model, inputs, *args, **kwargs):
             loss = model(**inputs).loss

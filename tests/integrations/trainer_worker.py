@@ -1,6 +1,6 @@
 """One of two processes that train by transformers' Trainer with DDP, plainly and then under a stash."""
 
-# ruff: noqa: E402  what the processes are told before torch is imported
+# ruff: noqa: E402  what the processes are given before torch is imported
 import os
 import sys
 import tempfile

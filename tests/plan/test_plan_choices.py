@@ -1,4 +1,4 @@
-"""Which class a saved tensor is of under a plan, and what is done with one whose size the plan has not met."""
+"""Which class a saved tensor is of under a plan, and what is done with one of a size that the plan lacks."""
 
 import itertools
 
@@ -47,7 +47,7 @@ class Expert(nn.Module):
 
 
 class Mixture(nn.Module):
-    """A first part that saves the same at each step, then experts that share the rows anew."""
+    """A first part that saves the same at each step, then experts with a new share of the rows."""
 
     def __init__(self, cuts, parts=16):
         super().__init__()
@@ -118,7 +118,7 @@ def test_a_class_of_the_module_around_or_of_another_call_is_taken_where_its_own_
     assert found.next("blocks.* AddBackward0 #1 1.00 MiB") == "keep"
     assert found.matched == 3
     for unknown in (
-        "blocks.*.first AddBackward0 #1 1.00 MiB",  # all of the class were met
+        "blocks.*.first AddBackward0 #1 1.00 MiB",  # all of the class were used
         "blocks.*.first AddBackward0 #0 2.00 MiB",
         "blocks.*.first MulBackward0 #0 1.00 MiB",
         "blocks no operation #0 1.00 MiB",

@@ -41,7 +41,7 @@ class Layer(nn.Module):
 
 @pytest.fixture
 def memory(monkeypatch):
-    """Beside it a slow disk."""
+    """In addition a slow disk."""
     monkeypatch.setattr("backstash._plan.regions.cuts_of", lambda graph, nbytes: [])
     for where in (backstash._budget.planner, backstash._budget.first_steps):
         monkeypatch.setattr(where, "links_of", lambda records: Links(2e6, 2e6))

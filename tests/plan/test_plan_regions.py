@@ -52,7 +52,7 @@ class Layer(nn.Module):
 
 @pytest.fixture
 def memory(monkeypatch):
-    """Beside it a slow disk. What is recomputed of a module is all of it: see test_plan_cuts."""
+    """In addition a slow disk. What is recomputed of a module is all of it: see test_plan_cuts."""
     monkeypatch.setattr("backstash._plan.regions.cuts_of", lambda graph, nbytes: [])
     for where in (backstash._budget.planner, backstash._budget.first_steps):
         monkeypatch.setattr(where, "links_of", lambda records: Links(2e6, 2e6))
@@ -105,7 +105,7 @@ def test_a_plan_decides_how_many_run_again(memory, tmp_path):
     stash.close()
 
 
-def test_small_tensors_that_a_region_lets_go_are_in_the_trace(memory, tmp_path):
+def test_small_tensors_that_a_region_frees_are_in_the_trace(memory, tmp_path):
     """Of 32 KiB, which are no blocks: in each of four steps one is saved, and once more."""
 
     class Small(Layer):
@@ -199,7 +199,7 @@ def test_what_a_replay_that_is_compared_leaves_free_is_not_the_step_s(
 
 
 @takes_long
-def test_gates_of_a_cell_are_let_go_and_made_again(memory, tmp_path):
+def test_gates_of_a_cell_are_freed_and_recomputed(memory, tmp_path):
     """Four tensors in one storage, each with a version counter of its own, and changed one after the other."""
 
     class Unrolled(nn.Module):
@@ -287,7 +287,7 @@ class Ends(nn.Module):
         return torch.exp(-((torch.erf(torch.erf(x * self.scale)) * self.scale).square()))
 
 
-def test_what_something_outside_saves_too_is_not_let_go(memory, tmp_path):
+def test_what_something_outside_the_region_saves_too_is_not_freed(memory, tmp_path):
     net, budget = model(Ends), OTHER + SAVED // 2 + 8 * MIB
     stash = memory(budget=budget, disk=tmp_path)
     with stash.recompute(*net):
@@ -305,7 +305,7 @@ def test_what_something_outside_saves_too_is_not_let_go(memory, tmp_path):
     stash.close()
 
 
-def test_a_module_that_runs_several_times_is_told_apart_by_its_turns(memory, tmp_path):
+def test_runs_of_one_module_are_distinguished_by_their_turns(memory, tmp_path):
     layer = Layer()
     net, budget = nn.Sequential(*[layer] * LAYERS), OTHER + SAVED // 2 + 8 * MIB
     stash = memory(budget=budget, disk=tmp_path)
@@ -323,7 +323,7 @@ def test_a_module_that_runs_several_times_is_told_apart_by_its_turns(memory, tmp
     stash.close()
 
 
-class Apart(nn.Module):
+class Separate(nn.Module):
     """Saves in modules of its own."""
 
     def __init__(self):
@@ -334,9 +334,9 @@ class Apart(nn.Module):
         return self.second(self.first(x))
 
 
-def test_blocks_that_no_module_calls_are_numbered_anew_in_each_turn(memory, tmp_path):
+def test_blocks_that_no_module_calls_are_numbered_again_in_each_turn(memory, tmp_path):
     """Their paths begin with what is in them: those of the one that runs again are not counted."""
-    net, budget = [Apart() for _ in range(LAYERS // 2)], OTHER + SAVED // 2 + 8 * MIB
+    net, budget = [Separate() for _ in range(LAYERS // 2)], OTHER + SAVED // 2 + 8 * MIB
     stash = memory(budget=budget, disk=tmp_path)
 
     def loss_of(hold):
@@ -461,7 +461,7 @@ def test_plans_that_change_at_every_step_are_exact(memory, tmp_path, monkeypatch
 
 
 def test_what_a_refused_region_saves_moves(memory, tmp_path):
-    """Beyond those that the plan chooses for; where no region is to let go of a class, the first's choice."""
+    """Beyond those that the plan chooses for; where no region is to free a class, the first's choice."""
     stash = memory(budget=OTHER, disk=tmp_path)
     planner = stash._planner
     planner.follower.choices = Choices(

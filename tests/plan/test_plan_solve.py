@@ -1,4 +1,4 @@
-"""The simulation of a step, and the choices within a budget beside a linear program's bound."""
+"""The simulation of a step, and the choices within a budget compared with a linear program's bound."""
 
 import itertools
 import json
@@ -48,7 +48,7 @@ def test_what_is_kept_counts_from_its_save_to_its_free():
     assert forecast.stall_seconds == 0
 
 
-def test_what_an_allocator_keeps_beside_what_stays_is_predicted_and_rules_out_nothing():
+def test_what_an_allocator_keeps_in_addition_to_what_stays_is_predicted_and_rules_out_nothing():
     """It is given back near the budget. To leave everything in place is to do nothing about it."""
     sizes = [MIB] * 12
     plain, trace = chain(sizes), replace(chain(sizes), beside_left_bytes=6 * MIB)
@@ -165,7 +165,7 @@ def test_a_region_that_runs_again_has_all_its_members_in_memory_from_the_first_u
     )
     kept, nothing = trace.blocks[0].options["keep"], Option(0)
     forecast = simulate(trace, [kept, nothing, nothing, trace.blocks[3].options["disk"]], NONE, [0])
-    # When block 2 is used: 1 MiB that stayed, both members, and what is made beside them.
+    # When block 2 is used: 1 MiB that stayed, both members, and what is made in addition to them.
     assert forecast.peak_bytes == (100 + 1 + 2 + 4 + 16) * MIB
     assert forecast.resident_peak_bytes == (1 + 2 + 4) * MIB
     assert forecast.step_seconds - forecast.stall_seconds == pytest.approx(
@@ -191,15 +191,15 @@ def test_what_a_region_runs_again_with_comes_back_before_the_second_run():
         simulate(each, [moved, nothing, nothing, Option(0)], NONE, [0]) for each in (given, without)
     ]
     assert late[0].step_seconds == pytest.approx(late[1].step_seconds), "it is waited for once"
-    assert late[0].peak_bytes > late[1].peak_bytes, "but sooner, beside what is made again"
-    # With room ahead its read begins at the first use in backward, beside another operation.
+    assert late[0].peak_bytes > late[1].peak_bytes, "but sooner, while other tensors are recomputed"
+    # With space ahead its read begins at the first use in backward, during another operation.
     ahead = simulate(given, [moved, nothing, nothing, Option(0)], Windows(2 * MIB, 2 * MIB), [0])
     assert ahead.stall_seconds < late[0].stall_seconds
     trip = Trace.from_dict(json.loads(json.dumps(given.as_dict())))
     assert trip == given
 
 
-def test_small_tensors_of_a_region_are_let_go_and_made_again_with_its_members():
+def test_small_tensors_of_a_region_are_freed_and_recomputed_with_its_members():
     """They are no blocks: the bytes that are not the stash's have them."""
     trace = chain([MIB, 2 * MIB, 4 * MIB, 16 * MIB])
     region = TracedRegion("m", (1, 2), small_bytes=3 * MIB)
@@ -220,7 +220,7 @@ def test_small_tensors_of_a_region_are_let_go_and_made_again_with_its_members():
     assert [problem.returned_bytes(0, at(each)) // MIB for each in ("use2", "free2")] == [-3, 6]
 
 
-def test_small_tensors_of_a_graph_that_is_dropped_are_not_let_go_for_ever():
+def test_small_tensors_of_a_dropped_graph_are_not_counted_as_freed_for_ever():
     """Where no member is used, nothing is less after the first is freed."""
     trace = chain([MIB, 2 * MIB])
     moments = tuple(each for each in trace.moments if each.kind != "use")
@@ -231,7 +231,7 @@ def test_small_tensors_of_a_graph_that_is_dropped_are_not_let_go_for_ever():
     assert problem.returned_bytes(0, at("free0")) == 0
 
 
-def test_letting_go_of_small_tensors_counts_for_the_solve():
+def test_freeing_small_tensors_counts_for_the_solve():
     """25 MiB are too much: a region of 20 MiB of blocks is enough with its small tensors, and two without."""
     trace = chain([10 * MIB] * 8)
     alone = [replace(each, options={"keep": each.options["keep"]}) for each in trace.blocks]
@@ -275,7 +275,7 @@ def test_all_members_of_a_region_have_the_same_choice():
                 assert len({found.choices[each] == "region" for each in region.members}) == 1
 
 
-def test_memory_that_is_given_back_before_a_step_is_taken_anew_but_where_all_is_left():
+def test_memory_given_back_before_a_step_is_taken_again_unless_all_blocks_stay():
     trace = replace(chain([MIB, MIB]), anew_seconds=0.5)
     computing = trace.compute_seconds
     moves, stays = choices(trace, "disk", "keep"), choices(trace, "keep", "keep")

@@ -42,7 +42,7 @@ def seen_late(run: Run, x: Tensor, y: Tensor, choice: int) -> Result:
     """The bytes change, whatever waits is written, another thread looks; then the version changes."""
 
     def meanwhile() -> None:
-        run.gate("let go")
+        run.gate("free")
         run.gate("elsewhere")
 
     run.gate("hold")
@@ -57,7 +57,7 @@ def changed_on_its_way(run: Run, x: Tensor, y: Tensor, choice: int) -> Result:
     run.gate("hold")
     said = run.compute(("sin", "tanh", "square", "matmul")[choice % 4], x, y)
     said = run.compute(("mul_", "zero a row", "change quietly")[choice % 3], x, y) or said
-    run.gate("let go")
+    run.gate("free")
     run.gate("land")
     return said
 
@@ -166,7 +166,7 @@ def a_leaf(run: Run, x: Tensor, y: Tensor, choice: int) -> Result:
 
 def _clones() -> AbstractContextManager[Any]:
     def pack(tensor: Tensor) -> Tensor:
-        # What has no gradient function may yet be filled, as rrelu's noise: a clone of it is anything.
+        # What has no gradient function may still be filled, as rrelu's noise: a clone of it is anything.
         return tensor.detach().clone() if tensor.requires_grad else tensor.detach()
 
     return saved_tensors_hooks(pack, lambda tensor: tensor.detach())
@@ -283,7 +283,7 @@ CONTEXTS = frozenset(name for name in ACTS if name.startswith(("enter", "leave")
 
 
 def is_alone(step: Step) -> bool:
-    """Whether a step uses state of the whole process, so that no other program may run beside it."""
+    """Whether a step uses state of the whole process, so that no other program may run at the same time."""
     name, _, choice = step
     if name in ("in a thread", "on the other thread"):
         name = CHOICES[choice % len(CHOICES)]

@@ -163,7 +163,7 @@ class FromTwo(Function):
 
 
 class ReturnsSaved(Function):
-    """Its gradient is the saved tensor itself, which whoever gets it may add to."""
+    """Its gradient is the saved tensor itself, which the code that gets it may add to."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -208,17 +208,17 @@ class SeenLate(Function):
 
 
 class Doubles(Function):
-    """Backward changes in place what it is given, which in plain PyTorch is the live tensor; then tells."""
+    """Backward changes in place what it is given, in plain PyTorch the live tensor; then calls ``notify``."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, held: Tensor, tell: Callable[[], None]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, held: Tensor, notify: Callable[[], None]) -> Tensor:
         ctx.save_for_backward(held)
-        ctx.tell = tell
+        ctx.notify = notify
         return x * held
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (held,) = ctx.saved_tensors
         grad = grad * held.mul_(2)
-        ctx.tell()
+        ctx.notify()
         return grad, None, None

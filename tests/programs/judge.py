@@ -58,7 +58,7 @@ class Verdict:
             clone = _Clone(tensor)
             if tensor.requires_grad or type(tensor) is not Tensor:
                 clone.settle()
-            else:  # the operation may fill it yet, as rrelu its noise
+            else:  # the operation may still fill it, as rrelu its noise
                 self._waiting.append(clone)
             return clone
 
@@ -97,9 +97,7 @@ class Verdict:
         """What is wrong with a result, in words; ``""`` for nothing."""
         true = self.true[number] if number < len(self.true) else None
         if number >= self.knowable.unseen_from and (not agree(theirs, true) or agree(mine, true)):
-            return (
-                ""  # two values, and neither is the true one; or they are too near to be told apart
-            )
+            return ""  # two values, and neither is the true one; or they are too near to be distinguished
         if theirs == "changed":
             if (mine == "changed" and raises) or agree(mine, true):
                 return ""
@@ -126,7 +124,7 @@ class _Clone:
         self._tensor = with_its_storage(self._tensor)
 
     def give(self) -> Tensor:
-        """A clone, which whoever gets it may change."""
+        """A clone, which the code that gets it may change."""
         return with_its_storage(self._tensor)
 
 

@@ -260,7 +260,7 @@ CHANGES: dict[str, Operation] = {
     "grow": _grow,
     "away and back": _unchanged,
     "resize_": lambda x, y: x.detach().resize_(x.numel() + 8),
-    # unseen: no version tells of these
+    # unseen: no version shows these
     "write data": lambda x, y: x.data.mul_(0.5),
     "write a column of data": lambda x, y: x.data.__setitem__((..., -1), 0.75),
     "write by numpy": lambda x, y: x.detach().numpy().__setitem__(0, 0.5),
@@ -269,7 +269,7 @@ CHANGES: dict[str, Operation] = {
 ALONE = {"rrelu", "dropout", "checkpoint, random", "jvp", "jvp of a Function", "vmap"}
 MUTATES_LATER = {"own", "checkpoint, random", "returns saved"}
 
-UNSEEN = frozenset({"away and back", "grow"})  # writes that no dispatch tells of
+UNSEEN = frozenset({"away and back", "grow"})  # writes that no dispatch shows
 COPIED = frozenset(
     {"away and back"}
 )  # memory that is freed and taken again while it is being copied

@@ -65,8 +65,8 @@ class Simulated(Accelerator):
     def races(self) -> list[str]:
         """See :meth:`Place.races`.
 
-        A change in place while a copy down is under way tears the copy, which its version tells; the bytes
-        of a copy that was used all the same would be told of by whoever reads them.
+        A change in place while a copy down is under way tears the copy, which its version shows; the bytes
+        of a copy that was used all the same would be detected by the code that reads them.
         """
         return [each for each in simulated.faults() if not each.startswith("a copy to the host on")]
 

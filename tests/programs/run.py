@@ -34,7 +34,7 @@ USES = (
     "differentiate",
     "look",
 )
-LIFE = ("drop", "land", "hold", "let go", "leave and enter")
+LIFE = ("drop", "land", "hold", "free", "leave and enter")
 COMPUTING = {**PURE, **VIEWS, **CHANGES}
 ENDS = "the end: "  # marks an error after which nothing can be compared
 EXPECTED = (RuntimeError, IndexError, ValueError, TypeError, Broken)
@@ -53,7 +53,7 @@ class Run:
 
     Args:
         scope: makes the hook context that forward runs in.
-        gate: told "hold", "let go", "land" and "elsewhere".
+        gate: called with "hold", "free", "land" and "elsewhere".
         other_scope: makes another stash's context.
         knowable: watches what is written, in the run that is the reference; else ``None``.
         after: called after each step.
@@ -127,7 +127,7 @@ class Run:
         return last == "changed" and not self._is_steady
 
     def close(self) -> None:
-        """Let go of everything, hooks on tensors first: they may hold their own graph."""
+        """Free everything, hooks on tensors first: they may hold their own graph."""
         for handle in self.handles:
             handle.remove()
         if self.streams is not None:

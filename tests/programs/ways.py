@@ -192,7 +192,7 @@ WAYS: dict[str, Way] = {
 
 # On an accelerator that is there, or simulated, in place of the twin. One thread: two of them share its
 # first stream, and without any stash their programs race each other for its memory. Not within save_on_cpu:
-# the reference does not see what is saved there, nor so that it was written unseen while it was copied.
+# the reference sees neither what is saved there nor that it was written unseen while it was copied.
 DEVICE_WAYS = {
     name: replace(
         way,
@@ -206,7 +206,7 @@ DEVICE_WAYS = {
 
 
 class Bench:
-    """One stash of a way, what is below it, and what programs tell them."""
+    """One stash of a way, what is below it, and what programs say to them."""
 
     def __init__(self, way: Way, directory: str, seed: int) -> None:
         self.way = way
@@ -237,7 +237,7 @@ class Bench:
         """What a program says of the way down."""
         if word == "hold":
             self._hold()
-        elif word == "let go":
+        elif word == "free":
             self.free()
         elif word == "land":
             self._settle()
@@ -250,7 +250,7 @@ class Bench:
 
     def _hold(self) -> None:
         if self.way.disk == "fails" and self.failing is not None:
-            self.failing.on_write = StashIOError(5, "told to fail")
+            self.failing.on_write = StashIOError(5, "failed by the test")
         elif self.store is not None and self.way.options.get("inflight") != 0 and self.way.holds:
             self.store.writes.clear()
 
@@ -291,7 +291,7 @@ class Bench:
             self.stash.stats().blocks or self.other.stats().blocks
         ) and time.monotonic() < patience:
             gc.collect()  # a subclass's or a checkpoint's own cycles
-            time.sleep(0.01)  # a device's own thread lets go of a graph when it gets there
+            time.sleep(0.01)  # a device's own thread frees a graph when it gets there
         left = self.stash.stats()
         assert (left.blocks, left.keep_bytes, left.inflight_bytes) == (0, 0, 0), left
         assert (left.ahead_bytes, left.host_bytes, left.disk_bytes) == (0, 0, 0), left

@@ -171,7 +171,7 @@ def test_the_stash_is_back_after_a_transform_that_fails(tmp_path):
 
 
 @pytest.mark.parametrize("order", ["inside", "outside"])
-def test_beside_another_s_pair_the_refusal_is_torch_s_own_and_nothing_is_broken(tmp_path, order):
+def test_with_another_pair_of_hooks_the_refusal_is_torch_s_own_and_nothing_breaks(tmp_path, order):
     stash, other = Stash(disk=tmp_path), torch.autograd.graph.save_on_cpu()
     first, second = (stash, other) if order == "inside" else (other, stash)
     with first, second:
@@ -309,7 +309,7 @@ def test_a_stash_that_is_left_inside_a_transform_is_left(tmp_path):
     stash.close()
 
 
-def test_transforms_work_beside_a_stash(tmp_path):
+def test_transforms_work_outside_the_context_of_a_stash(tmp_path):
     stash = Stash(disk=tmp_path, min_bytes=0)
     with stash:
         x = leaf()
@@ -515,7 +515,7 @@ ENTRANCES = {
 @pytest.mark.filterwarnings("ignore")  # what the compiler says of what it traces by itself
 @pytest.mark.parametrize("entrance", ENTRANCES)
 def test_the_compiler_begins_in_no_function_of_ours(monkeypatch, entrance):
-    """Nor fails there: an ``nn.Sequential`` that is compiled runs as it is, and all in it is tried."""
+    """It does not fail either: an ``nn.Sequential`` that is compiled runs as it is, and all in it is tried."""
     from torch._dynamo import convert_frame
 
     torch._dynamo.reset()

@@ -96,7 +96,7 @@ def test_whose_a_tensor_is(name, tensor):
     assert found == (f"0.0, whose {name} it is," if name else "")
 
 
-def test_the_longest_path_tells_most_and_the_first_of_equals(monkeypatch):
+def test_the_longest_path_is_chosen_and_the_first_of_equals(monkeypatch):
     linear = nn.Linear(2, 3)
     one, other = nn.ModuleDict({"one": linear}), nn.ModuleDict({"two": linear})
     outer = nn.Sequential(one)

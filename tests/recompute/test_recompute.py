@@ -1,4 +1,4 @@
-"""Stash.recompute: what a module saves is let go, and replayed in backward. Plain PyTorch is the oracle."""
+"""Stash.recompute: what a module saves is freed, and replayed in backward. Plain PyTorch is the oracle."""
 
 import copy
 import gc
@@ -181,8 +181,8 @@ def test_training_is_the_same(kind, place, cast):
     assert stats.blocks == 0  # without the garbage collector's help
 
 
-@pytest.mark.parametrize(("width", "is_let_go"), [(16 << 10, True), (4 << 10, False)])
-def test_small_tensors_are_let_go_too(width, is_let_go):
+@pytest.mark.parametrize(("width", "is_freed"), [(16 << 10, True), (4 << 10, False)])
+def test_small_tensors_are_freed_too(width, is_freed):
     """Of 16 KiB and more, however much larger what moves has to be."""
     net = nn.Sequential(nn.Tanh(), nn.Sigmoid())
     stash = Stash(disk=MemoryStore())
@@ -192,7 +192,7 @@ def test_small_tensors_are_let_go_too(width, is_let_go):
             with stash:
                 loss = net(x * 1).square().sum()
             made = loss.grad_fn.next_functions[0][0].next_functions[0][0]  # of the sigmoid
-            assert (type(made._raw_saved_result.data) is Held) == is_let_go
+            assert (type(made._raw_saved_result.data) is Held) == is_freed
             loss.backward()
             expected = x.grad
             x.grad = None
@@ -482,8 +482,8 @@ def _present(found):
     return [each for each in found if each is not None]
 
 
-def numbers_of(net):
-    """What ``net`` holds besides tensors of the state dict."""
+def other_numbers_of(net):
+    """What ``net`` holds in addition to tensors of the state dict."""
     return [
         getattr(net, "calls", None),
         getattr(net, "seen", None),
@@ -495,7 +495,7 @@ def numbers_of(net):
     "make",
     [Auxiliary, Counting, Statistics, Logging, InPlace, Ordinary, Momentum, Drawing, Growing],
 )
-def test_what_a_forward_does_besides_is_done_once(make):
+def test_side_effects_of_a_forward_happen_once(make):
     found = []
     for stash in (None, stash_of(disk=True, inflight=0)):
         torch.manual_seed(0)
@@ -507,7 +507,7 @@ def test_what_a_forward_does_besides_is_done_once(make):
                 (net(x_in * 2).square().mean()).backward()
                 found.append([x_in.grad, *(each.grad for each in net.parameters())])
                 Logging.kept[:] = Logging.kept[:1]
-        found.append(numbers_of(net))
+        found.append(other_numbers_of(net))
     half = len(found) // 2
     for got, want in zip(found[half:-1], found[: half - 1], strict=True):
         assert all(map(torch.equal, _present(got), _present(want)))
@@ -750,7 +750,7 @@ def test_what_a_kernel_that_is_not_seen_changes_later_raises():
             net(x * 2).sum().backward()
 
 
-def test_looking_at_what_is_let_go():
+def test_looking_at_what_is_freed():
     net = nn.Sequential(nn.Linear(16, 16), nn.Tanh())
     stash = stash_of()
     with stash.recompute(net):
@@ -920,7 +920,7 @@ def test_arguments_of_all_kinds():
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_around_inside_and_beside_a_checkpoint(reentrant):
+def test_around_inside_and_next_to_a_checkpoint(reentrant):
     class Checkpointed(nn.Module):
         def __init__(self):
             super().__init__()
@@ -1090,11 +1090,12 @@ def test_on_an_accelerator_one_tensor_of_some_forwards_is_compared():
 
 
 class Keeping(nn.Module):
-    """It changes what an attribute holds, which ``told`` returns in numbers."""
+    """It changes what an attribute holds; ``numbers_of`` returns that in numbers."""
 
-    def __init__(self, held, change, told):
+    def __init__(self, held, change, numbers_of):
         super().__init__()
-        self.layer, self.held, self.change, self.told = nn.Linear(16, 16), held, change, told
+        self.layer, self.held = nn.Linear(16, 16), held
+        self.change, self.numbers_of = change, numbers_of
 
     def forward(self, x):
         y = self.layer(x)
@@ -1135,18 +1136,18 @@ IN_CONTAINERS = {
 }
 
 
-def kept_twice(held, change, told):
+def kept_twice(held, change, numbers_of):
     """Train with plain PyTorch and under a stash, and compare what is held; the stash's statistics."""
     x = torch.randn(4, 16)
     torch.manual_seed(0)
-    modules = [Keeping(held(), change, told) for _ in range(2)]
+    modules = [Keeping(held(), change, numbers_of) for _ in range(2)]
     modules[1].load_state_dict(modules[0].state_dict())
     stash = stash_of()
     with stash.recompute(modules[1]):
         for _ in range(3):
             for module in modules:
                 module(x).sum().backward()
-    assert told(modules[1].held) == told(modules[0].held)
+    assert numbers_of(modules[1].held) == numbers_of(modules[0].held)
     assert are_same(*([each.grad for each in module.layer.parameters()] for module in modules))
     return stash.stats()
 
@@ -1309,7 +1310,7 @@ def test_a_module_in_a_checkpoint_is_left_to_it():
     )
 
 
-def test_a_stash_that_is_dropped_lets_go_of_the_modules_that_it_recomputed():
+def test_a_stash_that_is_dropped_releases_the_modules_that_it_recomputed():
     """Its hooks stay on them and do nothing: the next stash recomputes as the first did."""
     blocks = [nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(3)]
 
@@ -1533,7 +1534,7 @@ def test_a_higher_order_operator_inside():
 
 
 class InInference(nn.Module):
-    """Composite operations are not taken apart there."""
+    """Composite operations are not decomposed there."""
 
     def __init__(self):
         super().__init__()
@@ -1580,7 +1581,7 @@ def test_tensors_and_modes_that_a_tape_cannot_follow(make):
     assert stash.stats().recomputed_bytes > 0, stash.stats().left
 
 
-def test_a_weight_that_was_changed_unseen_is_told_where_only_parts_are_saved():
+def test_a_weight_that_was_changed_unseen_is_detected_where_only_parts_are_saved():
     class Net(nn.Linear):
         def forward(self, x):
             left, right = super().forward(x).chunk(2, 1)
@@ -1596,7 +1597,7 @@ def test_a_weight_that_was_changed_unseen_is_told_where_only_parts_are_saved():
             loss.backward()
 
 
-def test_data_in_a_buffer_of_numpy_s_that_is_used_again_is_told():
+def test_reuse_of_a_numpy_buffer_that_holds_the_data_is_detected():
     array = np.zeros((600, 64), dtype=np.float32)
     net = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
     net[0].weight.requires_grad_(False)  # so that plain PyTorch does not save the data

@@ -1,4 +1,4 @@
-"""Recomputed blocks: gradients, what is let go, changes in place, refusals."""
+"""Recomputed blocks: gradients, what is freed, changes in place, refusals."""
 
 import copy
 import gc
@@ -65,7 +65,7 @@ def are_same(left, right):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("place", [{}, {"keep": "256KiB"}])
-def test_gradients_are_the_same_and_results_are_let_go(kind, dtype, place):
+def test_gradients_are_the_same_and_results_are_freed(kind, dtype, place):
     net, x = net_of(kind)
     net, x = net.to(dtype), x.to(dtype)
     expected = gradients(net, x)
@@ -82,7 +82,7 @@ def test_gradients_are_the_same_and_results_are_let_go(kind, dtype, place):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_with_no_memory_to_keep_anything_the_input_is_at_hand_to_be_compared(kind, disk_dir):
-    """It is held in the context, in the first two steps: until the second, nothing new is met."""
+    """It is held in the context, in the first two steps: until the second, nothing new occurs."""
     net, x = net_of(kind)
     expected = gradients(net, x)
     once = 8 * 17 * (131 + 67) * 4
@@ -417,7 +417,7 @@ def test_operations(name, dtype, disk_dir):
         assert are_same(state, after)
         if how is None:
             continue
-        # Of some layers what they make inside is let go, too.
+        # Of some layers what they make inside is freed, too.
         assert stash.stats().recomputed_bytes >= 3 * x.nbytes, stash.stats().left
         stash.close()
 
@@ -537,8 +537,8 @@ def test_on_an_accelerator_other_bits_raise_when_backward_ends():
     stash.close()
 
 
-def test_on_an_accelerator_each_backward_is_told_of_its_own_replays():
-    """One that runs in the middle of another ends before it; one that raises is never told that it ends."""
+def test_on_an_accelerator_each_backward_is_notified_of_its_own_replays():
+    """One that runs in the middle of another ends before it; one that raises is never notified that it ends."""
     stash = stash_on(TwinDevice(), keep=None, host="1MiB", policy=recompute, min_bytes=0)
     x, weight = (torch.randn(64, 64, requires_grad=True) for _ in range(2))
 
@@ -592,7 +592,7 @@ def test_on_an_accelerator_each_backward_is_told_of_its_own_replays():
 
 
 def test_on_an_accelerator_what_one_backward_has_yet_to_ask_for_is_not_used_by_another():
-    """What was computed again may be in memory yet: of a graph that is retained, or of one that raised."""
+    """What was computed again may still be in memory: of a graph that is retained, or of one that raised."""
     stash = stash_on(TwinDevice(), keep=None, host="1MiB", policy=recompute, min_bytes=0)
     x, weight = (torch.randn(64, 64, requires_grad=True) for _ in range(2))
 
@@ -760,7 +760,7 @@ def test_it_takes_no_codec():
 
 
 class OwnNorm(nn.Module):
-    """As many models write it; no module tells its eps."""
+    """As many models write it; no module gives its eps."""
 
     def __init__(self, width):
         super().__init__()
@@ -772,7 +772,7 @@ class OwnNorm(nn.Module):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("casts", [False, True])
-def test_a_layer_norm_that_no_module_tells_of(dtype, casts):
+def test_a_layer_norm_that_no_module_describes(dtype, casts):
     """Its weights are ones and zeros in the first step, when it is compared, and others in the second."""
 
     def run(hold):
@@ -829,7 +829,7 @@ def test_no_mode_is_active_when_the_model_has_returned():
             loss = net(x)
             assert not dispatch_modes()
             loss = loss.sqrt().sin() * 2
-            assert not dispatch_modes(), "nor after what was saved since"
+            assert not dispatch_modes(), "and none after what was saved since"
             expected = torch.autograd.grad(net(x).sqrt().sin() * 2, list(net.parameters()))
             assert are_same(torch.autograd.grad(loss, list(net.parameters())), expected)
         loss = (x @ net.layer.weight).sin().exp().sum()  # outside of a module it is on
@@ -915,7 +915,7 @@ def test_modules_may_be_given_to_the_stash():
 
 
 @pytest.mark.parametrize("verify", ["first", "auto", "always"])
-def test_all_bytes_are_compared_of_what_a_policy_lets_go(verify):
+def test_all_bytes_of_what_a_policy_frees_are_compared(verify):
     """Plain PyTorch does not mind where what nobody saved is changed, so its version cannot be asked."""
     base, weight = (torch.randn(64, 64, requires_grad=True) for _ in range(2))
     bias = torch.randn(64, 64, requires_grad=True)
@@ -944,7 +944,7 @@ DECOMPOSED = {
 }
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="code does not tell where it is")
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="code does not say where it is")
 @pytest.mark.parametrize("name", DECOMPOSED)
 def test_a_decomposition_by_its_name_is_plain_pytorch_s_under_a_tape(name):
     matrix, x = torch.randn(40, 40), torch.randn(40, 40, requires_grad=True)

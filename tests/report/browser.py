@@ -89,7 +89,7 @@ class Browser:
         self._call("Page.navigate", url=Path(path).resolve().as_uri())
         deadline = time.monotonic() + PATIENCE_SECONDS
         while not self._loaded:
-            self._hear(self._message(deadline))
+            self._handle(self._message(deadline))
         self.run("new Promise(then => requestAnimationFrame(() => requestAnimationFrame(then)))")
 
     def size(self, width, height):
@@ -139,7 +139,7 @@ class Browser:
             if answer.get("id") == self._number:
                 assert "error" not in answer, answer
                 return answer["result"]
-            self._hear(answer)
+            self._handle(answer)
 
     def _message(self, deadline):
         while b"\0" not in self._rest:
@@ -153,17 +153,17 @@ class Browser:
         message, self._rest = self._rest.split(b"\0", 1)
         return json.loads(message)
 
-    def _hear(self, event):
-        method, told = event.get("method"), event.get("params", {})
+    def _handle(self, event):
+        method, details = event.get("method"), event.get("params", {})
         if event.get("sessionId") != self._session:
             return
         if method == "Page.loadEventFired":
             self._loaded = True
         elif method == "Runtime.exceptionThrown":
-            self.problems.append(told["exceptionDetails"])
+            self.problems.append(details["exceptionDetails"])
         elif method == "Runtime.consoleAPICalled":
-            self.problems.append(told["args"])
+            self.problems.append(details["args"])
         elif method == "Log.entryAdded":
-            self.problems.append(told["entry"])
+            self.problems.append(details["entry"])
         elif method == "Network.requestWillBeSent":
-            self.requests.append(told["request"]["url"])
+            self.requests.append(details["request"]["url"])

@@ -321,7 +321,7 @@ def test_strided_nested_tensors_have_no_sizes() -> None:
     assert drawing.nodes[0].tensors[0].unknown == 1 and "? B" in str(drawing)
 
 
-def test_wrong_arguments_are_told() -> None:
+def test_wrong_arguments_are_refused() -> None:
     x = torch.rand(2, requires_grad=True)
     y = x.exp()
     with pytest.raises(UsageError, match='color_by=\'size\': allowed are "where", "module"'):

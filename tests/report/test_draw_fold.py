@@ -228,7 +228,7 @@ def test_a_weight_that_is_used_elsewhere_is_a_box_of_its_own() -> None:
     assert len(users) == 2
 
 
-def test_leaves_of_a_module_that_is_called_again_stay_apart() -> None:
+def test_leaves_of_a_module_that_is_called_again_stay_separate() -> None:
     model = nn.ModuleDict({"cell": nn.Linear(3, 3), "out": nn.Linear(3, 1)})
     with label_modules(model):
         h, found = torch.zeros(2, 3), []

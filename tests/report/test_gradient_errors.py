@@ -1,4 +1,4 @@
-"""Gradients under a lossy codec beside the exact ones, on a step of one's own."""
+"""Gradients under a lossy codec compared with the exact ones, on a step of one's own."""
 
 import math
 
@@ -90,7 +90,7 @@ def test_an_exact_codec_has_no_error_and_all_is_as_before(net):
     assert torch.equal(torch.get_rng_state(), random)
 
 
-def test_a_step_that_does_not_repeat_itself_is_told():
+def test_a_step_that_does_not_repeat_itself_is_reported():
     net, calls = nn.Linear(64, 512), []
 
     def step():

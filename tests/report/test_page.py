@@ -289,7 +289,7 @@ def test_enter_shows_one_module_in_the_curve_and_escape_all(shown):
     assert "read back" in cursor(page)
 
 
-def test_what_was_let_go_has_colours_and_a_place_in_a_module_s_curve(shown):
+def test_what_was_freed_has_colours_and_a_place_in_a_module_s_curve(shown):
     lives = {
         "paths": ["head", "head", "head", "blocks.1.mlp"],
         "seconds": [0.25, 0.5, 0.5, 0.5],
@@ -327,10 +327,10 @@ def test_what_was_let_go_has_colours_and_a_place_in_a_module_s_curve(shown):
         "to be recomputed 5 MiB"
     )
     page.run("{ choose('blocks.1.mlp'); chart.move(2); }")
-    assert cursor(page).endswith("in memory 3 MiB, went down 0 B")  # nothing of it was let go
+    assert cursor(page).endswith("in memory 3 MiB, went down 0 B")  # nothing of it was freed
 
 
-def test_the_plan_is_beside_what_came_of_it(shown):
+def test_the_plan_is_shown_next_to_its_outcome(shown):
     columns = [{"label": "", "unit": "text"}, {"label": "peak of a step", "unit": "bytes"}]
     classes = {
         "columns": [{"label": "class", "unit": "text"}, {"label": "adds", "unit": "seconds"}],
@@ -350,11 +350,11 @@ def test_the_plan_is_beside_what_came_of_it(shown):
             "classes": classes,
         }
     )
-    told = text(page, "#plan")
-    assert "Within a budget of 540 MiB." in told
-    assert "predicted\t64 MiB" in told and "measured\t65 MiB" in told
-    assert "3 MiB 75 % on disk" in told and "1 MiB 25 % recomputed" in told
-    assert "12.0 ms" in told and HOSTILE.replace("\u2028", "") in told.replace("\u2028", "")
+    found = text(page, "#plan")
+    assert "Within a budget of 540 MiB." in found
+    assert "predicted\t64 MiB" in found and "measured\t65 MiB" in found
+    assert "3 MiB 75 % on disk" in found and "1 MiB 25 % recomputed" in found
+    assert "12.0 ms" in found and HOSTILE.replace("\u2028", "") in found.replace("\u2028", "")
     assert page.run("document.querySelectorAll('#plan tbody tr').length") == 2 + 200
     assert "Of 301 classes of the plan, the first 200 are shown." in text(page, "#notes")
 

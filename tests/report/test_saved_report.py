@@ -68,7 +68,7 @@ def test_figures_and_gradients_under_any_pair(name: str, order: str, disk_dir: P
     assert all(map(torch.equal, found, expected)) and len(found) == len(expected)
 
 
-def let_go(saved: SavedTensor) -> Action | None:
+def choose(saved: SavedTensor) -> Action | None:
     """Recompute what a Linear saves, pack what a dropout saves."""
     if saved.module.endswith(".0"):
         return Action("recompute")
@@ -76,12 +76,12 @@ def let_go(saved: SavedTensor) -> Action | None:
 
 
 @pytest.mark.parametrize("order", ["around", "inside"])
-def test_what_a_stash_let_go_is_let_go_under_a_report_too_and_has_its_place(order: str) -> None:
+def test_what_a_stash_frees_is_freed_under_a_report_too_and_has_its_place(order: str) -> None:
     parts = (nn.Sequential(nn.Linear(300, 300), nn.GELU(), nn.Dropout(0.5)) for _ in range(2))
     model, x = nn.Sequential(*parts), torch.randn(300, 300)
     with saved_report(model) as plain:
         model(x).square().mean().backward()
-    stash, saved = Stash(policy=let_go, keep=None), saved_report(model)
+    stash, saved = Stash(policy=choose, keep=None), saved_report(model)
     with stash if order == "around" else saved, saved if order == "around" else stash:
         loss = model(x).square().mean()
     places = {row.module: set(row.where) for row in saved.rows}
@@ -96,7 +96,7 @@ def test_what_a_stash_let_go_is_let_go_under_a_report_too_and_has_its_place(orde
     stash.close()
 
 
-def test_places_of_a_foreign_pair_are_told() -> None:
+def test_places_of_a_foreign_pair_are_reported() -> None:
     x = torch.randn(1000, requires_grad=True)
     with saved_report() as saved:
         with saved_tensors_hooks(lambda t: t.half(), lambda t: t.float()):
@@ -106,7 +106,7 @@ def test_places_of_a_foreign_pair_are_told() -> None:
     assert "3.91 KiB went to the pack hook" in note and "test_saved_report.py" in note
 
 
-def test_storages_are_told_apart_though_addresses_come_back(disk_dir: Path) -> None:
+def test_storages_are_distinguished_although_addresses_are_reused(disk_dir: Path) -> None:
     """What moved to disk is freed, and its address handed out again."""
     x = torch.randn(300, 300, requires_grad=True)
     with Stash(disk=disk_dir, inflight=0) as stash, saved_report() as saved:
@@ -191,7 +191,7 @@ def test_calls_are_counted_by_module() -> None:
         saved.by_module(0)
 
 
-def test_paths_begin_at_the_given_model_and_other_roots_are_told_apart() -> None:
+def test_paths_begin_at_the_given_model_and_other_roots_are_distinguished() -> None:
     one, two = nn.Sequential(nn.Tanh()), nn.Sequential(nn.Tanh())
     x = torch.ones(3, requires_grad=True)
     with saved_report() as saved:
@@ -237,7 +237,7 @@ def test_operations_are_those_of_the_graph_or_of_backward() -> None:
     assert y.requires_grad
 
 
-def test_checkpoint_tells_what_it_lets_go_and_what_it_saves() -> None:
+def test_a_report_has_what_checkpoint_frees_and_what_it_saves() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(50, 50), nn.ReLU(), nn.Linear(50, 50), nn.Sigmoid())
     x = torch.randn(20, 50, requires_grad=True)
@@ -248,7 +248,7 @@ def test_checkpoint_tells_what_it_lets_go_and_what_it_saves() -> None:
             found = gradients(model, loss) if inside else []
         found = found or gradients(model, loss)
         assert all(map(torch.equal, found, expected))
-        # Held: the region's input, and its output for the power. Let go: what the ReLU saved.
+        # Held: the region's input, and its output for the power. Freed: what the ReLU saved.
         assert (saved.unique_bytes, saved.recomputed_bytes) == (2 * x.nbytes, x.nbytes)
         assert saved.total_bytes == 2 * x.nbytes
         boundary = [each for each in saved.tensors if each.op == "checkpoint" and each.nbytes]
@@ -306,7 +306,7 @@ def test_what_was_held_at_once_is_less_when_backward_runs_in_between() -> None:
     assert held.requires_grad
 
 
-def test_take_begins_anew() -> None:
+def test_take_begins_again_from_nothing() -> None:
     model = nn.Sequential(nn.Tanh())
     x = torch.ones(10, requires_grad=True)
     with saved_report(model) as saved:
@@ -387,7 +387,7 @@ def test_nothing_is_left_and_other_threads_are_not_touched() -> None:
     assert packed == [1] and saved.rows == ()
 
 
-def test_misuse_is_told() -> None:
+def test_misuse_is_refused() -> None:
     with pytest.raises(UsageError, match=r"allowed is an nn\.Module"):
         saved_report("model")  # type: ignore[arg-type]
     saved = saved_report()

@@ -71,7 +71,7 @@ def test_it_adds_up_to_what_the_stash_counted():
     )
 
 
-def test_modules_and_phases_are_told():
+def test_modules_and_phases_are_recorded():
     with Stash(disk=MemoryStore(), inflight=0) as stash:
         line = trained(stash, steps=2)
     paths = {use.path for use in line.modules}
@@ -168,7 +168,7 @@ def test_it_can_be_read_while_it_records_and_says_when_it_is_full():
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_recomputation_is_told_apart(reentrant):
+def test_recomputation_is_listed_separately(reentrant):
     model = Model()
     x = torch.randn(400, 400, requires_grad=True)
     with Stash(disk=MemoryStore()) as stash, timeline(stash) as line:
@@ -380,7 +380,7 @@ class Foldable(nn.Module):
         return self.blocks(x).square().mean()
 
 
-def let_go(saved):
+def choose(saved):
     """Recompute what a Linear saves, pack what a dropout saves."""
     if saved.module.endswith(".0"):
         return Action("recompute")
@@ -393,7 +393,7 @@ def folded(request):
     torch.manual_seed(0)
     model, x = Foldable(), torch.randn(400, 400)
     keep = 0 if request.param == "disk" else None
-    with Stash(disk=MemoryStore(), policy=let_go, keep=keep, inflight=0) as stash:
+    with Stash(disk=MemoryStore(), policy=choose, keep=keep, inflight=0) as stash:
         with timeline(stash) as line:
             for at in range(2):
                 model(x).backward()
@@ -402,7 +402,7 @@ def folded(request):
         return line, stash.stats()
 
 
-def test_what_is_let_go_has_places_of_its_own(folded):
+def test_what_is_freed_has_places_of_its_own(folded):
     line, stats = folded
     assert stats.recomputed_bytes and stats.packed_bytes > stats.payload_bytes > 0
     freed = stats.packed_bytes - stats.payload_bytes
@@ -435,7 +435,7 @@ def test_at_every_moment_the_places_add_up_to_what_is_saved(folded):
     assert most == line.saved_peak_bytes
 
 
-def test_what_backward_had_made_again_is_told(folded, tmp_path):
+def test_what_backward_had_rebuilt_is_reported(folded, tmp_path):
     line, _ = folded
     blocks = sum(event.kind == "drop" for event in line.events)
     assert line.recomputed_blocks == blocks > 0 and line.unpacked_blocks > 0

@@ -30,7 +30,7 @@ def session():
     return Session()
 
 
-def test_whoever_leaves_in_good_order_leaves_nothing_to_rebuild(session):
+def test_a_section_left_in_good_order_leaves_nothing_to_rebuild(session):
     for _ in range(3):
         with session.section:
             assert session.rebuilt == 0
@@ -88,7 +88,7 @@ def test_a_writer_that_never_left_was_interrupted(session, by):
         assert session.rebuilt == 1
 
 
-def test_a_rebuild_that_is_interrupted_is_done_anew(session):
+def test_a_rebuild_that_is_interrupted_is_done_again(session):
     session.interrupt()
     session.fails = 2
     for _ in range(2):
@@ -100,7 +100,7 @@ def test_a_rebuild_that_is_interrupted_is_done_anew(session):
 
 
 def test_a_rebuild_that_is_interrupted_leaves_no_writer(session):
-    """Else whoever is called by the same function would be taken for a finalizer in the middle of it."""
+    """Else a caller in the same function would be taken for a finalizer in the middle of it."""
 
     def called():
         with session.section:

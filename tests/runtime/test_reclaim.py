@@ -19,13 +19,13 @@ class Ledger:
     """Notes what is subtracted and what is deferred."""
 
     def __init__(self):
-        self.told = []
+        self.calls = []
 
     def subtract(self, **what):
-        self.told.append(what)
+        self.calls.append(what)
 
     def defer(self, cleanup):
-        self.told.append(cleanup)
+        self.calls.append(cleanup)
 
 
 def test_cleanups_know_their_queue_s_mark_and_count_for_nothing_yet():
@@ -81,7 +81,7 @@ def test_what_is_in_host_memory_is_deferred_whatever_uses_it():
     ledger, cleanup = Ledger(), left(written=Use(False), work=Use(False))
     assert cleanup.is_busy() is False
     cleanup.settle(ledger)
-    assert ledger.told == [cleanup] and cleanup.work.asked == []
+    assert ledger.calls == [cleanup] and cleanup.work.asked == []
 
 
 @pytest.mark.parametrize("inflight", [0, 30])
@@ -97,7 +97,7 @@ def test_a_slot_is_released_and_what_was_in_flight_subtracted(inflight):
     for _ in range(2):
         cleanup.settle(ledger)
     assert released == ["slot"]
-    assert ledger.told == ([{"inflight_bytes": 30}] if inflight else [])
+    assert ledger.calls == ([{"inflight_bytes": 30}] if inflight else [])
 
 
 @pytest.mark.parametrize(

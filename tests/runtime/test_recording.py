@@ -72,7 +72,7 @@ def test_the_levels_are_those_of_the_moment():
     assert len(of_kind(recording.events, "land")) == 2
 
 
-def test_modules_are_named_and_nothing_is_told_after_the_end():
+def test_modules_are_named_and_nothing_is_recorded_after_the_end():
     model = nn.Sequential(nn.Linear(300, 300), nn.Tanh())
     x = torch.randn(300, 300)
     with Stash(disk=MemoryStore()) as stash:
@@ -85,7 +85,7 @@ def test_modules_are_named_and_nothing_is_told_after_the_end():
     assert not stash._event_log.on
 
 
-def test_a_write_that_failed_and_a_change_on_the_way_are_told():
+def test_a_failed_write_and_a_change_in_flight_are_recorded():
     x = torch.randn(400, 400, requires_grad=True)
     failing = Failing(MemoryStore())
     failing.on_write = OSError(5, "broken")
@@ -117,7 +117,7 @@ def test_a_limited_recording_ends_by_itself():
         assert len(recording.events) == 3
 
 
-def test_a_save_during_backward_is_told_apart():
+def test_a_save_during_backward_is_recorded_as_such():
     model = nn.Sequential(nn.Linear(300, 300), nn.Tanh())
     x = torch.randn(300, 300, requires_grad=True)
     with Stash(disk=MemoryStore()) as stash, stash.record() as recording:
@@ -158,7 +158,7 @@ def test_a_profiler_sees_stalls_and_nothing_is_asked_without_one(monkeypatch):
         model(x).sum().backward()
 
 
-def test_what_is_told_is_what_happened(monkeypatch):
+def test_what_is_recorded_is_what_happened(monkeypatch):
     now = iter([5.0, 7.0])
     monkeypatch.setattr(_trace.time, "perf_counter", lambda: next(now))
     event_log = EventLog(lambda: (1, 2, 3, 4, 5))

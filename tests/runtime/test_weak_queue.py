@@ -86,7 +86,7 @@ def test_what_is_put_there_in_the_middle_of_a_look_stays(asked):
     assert [queue.popleft() for _ in range(6)] == [*items[:4], late, items[4]]
 
 
-def test_a_cleared_queue_begins_anew(asked):
+def test_a_cleared_queue_begins_again(asked):
     items = [Item() for _ in range(20)]
     queue = queue_of(items, asked)
     queue.clear()

@@ -165,7 +165,7 @@ def test_work_that_is_called_off_is_not_done():
     assert not work.cancel()  # it has ended
 
 
-def test_work_that_is_interrupted_is_done_anew_by_the_next():
+def test_work_that_is_interrupted_is_done_again_by_the_next():
     seen = []
 
     def twice():
@@ -199,13 +199,13 @@ def test_work_that_has_ended_holds_neither_its_arguments_nor_its_error_s_frames(
             inner = error
         raise ValueError("outer") from inner
 
-    def fails_beside(thing):
+    def fails_in_handler(thing):
         try:
             raise OSError("inner")
         except OSError:
             raise ValueError("outer")  # noqa: B904
 
-    for function, catch in product((fails, fails_beside), (Exception, BaseException)):
+    for function, catch in product((fails, fails_in_handler), (Exception, BaseException)):
         thing = Thing()
         gone = weakref.ref(thing)
         work = Work(function, thing)

@@ -42,15 +42,15 @@ def test_views_and_detached_aliases_share_a_counter_and_data_does_not(version):
     for shares in (x, x.detach(), x[2:], x.view(2, 3).t()):
         assert same_counter(x, shares) is True
         assert same_counter(shares, x) is True
-    apart = torch.zeros(6)
+    separate = torch.zeros(6)
     for _ in range(version):
-        apart.add_(1)
-    assert same_counter(x, apart) is False
+        separate.add_(1)
+    assert same_counter(x, separate) is False
     assert same_counter(x, x.data) is False
-    assert x._version == apart._version == version
+    assert x._version == separate._version == version
 
 
-def test_where_torch_cannot_tell_the_answer_is_no(tmp_path, monkeypatch):
+def test_where_torch_cannot_say_the_answer_is_no(tmp_path, monkeypatch):
     monkeypatch.setattr(_versions, "_set_versions", None)
     x = torch.zeros(6)
     assert same_counter(x, x) is False
@@ -116,7 +116,7 @@ def test_a_source_sees_a_change_and_is_of_no_other_bytes(before):
     assert version_of(x).is_of(x) is True
 
 
-def test_views_of_one_base_are_known_where_torch_cannot_tell(monkeypatch):
+def test_views_of_one_base_are_known_where_torch_cannot_say(monkeypatch):
     base = torch.zeros(6)
     storage_version = version_of(base[2:])
     monkeypatch.setattr(_versions, "_set_versions", None)
@@ -151,7 +151,7 @@ def test_a_version_that_was_put_back_below_the_saved_one():
 
 
 def test_an_identity_is_not_handed_out_again_while_a_source_has_it(tmp_path):
-    """``.data =`` keeps the counter and lets the storage go: only the weak reference tells them apart."""
+    """``.data =`` keeps the counter and frees the storage: only the weak reference distinguishes them."""
     x = torch.randn(300, 300, requires_grad=True)
     held = torch.full((300, 300), 2.0)
     stash = Stash(disk=tmp_path, inflight=0)
@@ -271,7 +271,7 @@ def test_a_new_block_is_in_place_and_unused():
     assert (block.loaded, block.stream, block.tier) == (None, None, "")
     assert (block.number, block.facts) == (3, (12, -1, ""))
     RECLAIM_QUEUE.clear()
-    del block  # which no session has heard of
+    del block  # which is unknown to any session
     assert list(RECLAIM_QUEUE) == [cleanup]
     assert (cleanup.number, cleanup.resident_bytes, cleanup.loaded_bytes) == (3, 0, 0)
     assert (cleanup.nbytes, cleanup.serial, cleanup.module, cleanup.facts) == (12, -1, "", None)
@@ -289,19 +289,19 @@ def test_what_is_counted_for_a_block_is_left_when_it_dies():
 
 
 def test_a_dead_block_is_struck_out_before_it_is_subtracted():
-    """Else whoever comes after an interrupt would count it twice."""
+    """Else the next caller after an interrupt would count it twice."""
     left = BlockCleanup(RECLAIM_QUEUE, 0, 12)
     left.resident_bytes, left.again_bytes, left.serial = 12, 7, 0
-    told = []
+    subtracted = []
 
     def subtract(**what):
         assert (left.resident_bytes, left.again_bytes) == (0, 0)
         assert (left.serial, left.facts) == (-1, None)
-        told.append(what)
+        subtracted.append(what)
 
     assert left.is_busy() is False
     left.settle(SimpleNamespace(subtract=subtract))
-    assert told == [{"resident_bytes": 12, "again_bytes": 7}]
+    assert subtracted == [{"resident_bytes": 12, "again_bytes": 7}]
 
 
 def test_a_block_in_place():
@@ -329,7 +329,7 @@ def test_where_a_block_is():
     assert block.where == "keep"
 
 
-def test_what_was_read_back_is_let_go():
+def test_what_was_read_back_is_freed():
     block, root = block_of(torch.zeros(3)), torch.zeros(4, dtype=torch.uint8).add_(1)
     loaded = block.loaded = Loaded(root, 2, arrival := object())
     assert (loaded.low, loaded.version) == (2, 1) and loaded.root is root

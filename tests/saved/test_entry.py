@@ -78,7 +78,7 @@ def test_a_view_that_begins_inside_an_item_is_refused():
         entry.view_of(torch.zeros(32, dtype=torch.uint8), 2)
 
 
-def test_what_was_read_is_let_go_when_every_entry_has_had_it(tmp_path):
+def test_what_was_read_is_freed_when_every_entry_has_had_it(tmp_path):
     def program():
         h = x.sin()
         return h * h.t() + h.exp()

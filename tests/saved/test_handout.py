@@ -166,12 +166,12 @@ def test_a_subclass_made_of_tensors(place, tmp_path):
         torch.manual_seed(0)
         weight = TwoTensor(torch.randn(LARGE), torch.randn(LARGE)).requires_grad_()
         other = weight * 2
-        told = []
+        recorded = []
         with context:
             loss = FirstSaved.apply(other)
         for _ in range(4):
             loss.backward(retain_graph=True)
-            told += [
+            recorded += [
                 weight.a.clone(),
                 other.a.clone(),
                 weight.grad.a.clone(),
@@ -182,8 +182,8 @@ def test_a_subclass_made_of_tensors(place, tmp_path):
         weight.grad = None
         for _ in range(3):
             loss.backward(retain_graph=True)
-            told += [weight.a.clone(), weight.grad.a.clone(), weight.grad.b.clone()]
-        return told
+            recorded += [weight.a.clone(), weight.grad.a.clone(), weight.grad.b.clone()]
+        return recorded
 
     stash = Stash(**PLACES[place](tmp_path))
     assert all(map(torch.equal, train(stash), train(nullcontext())))
@@ -210,15 +210,15 @@ def test_gradients_of_gradients(place, tmp_path):
     def train(context):
         torch.manual_seed(0)
         weight = nn.Parameter(torch.randn(LARGE))
-        told = []
+        recorded = []
         for _ in range(3):
             with context:
                 (first,) = torch.autograd.grad(
                     FirstSaved.apply(weight * 2), weight, create_graph=True
                 )
                 (first * first).sum().backward()
-            told += [weight.detach().clone(), weight.grad.clone()]
-        return told
+            recorded += [weight.detach().clone(), weight.grad.clone()]
+        return recorded
 
     stash = Stash(**PLACES[place](tmp_path))
     assert all(map(torch.equal, train(stash), train(nullcontext())))
@@ -299,14 +299,14 @@ def program(
     elements = draw.choice([8, LARGE])
     leaves = [nn.Parameter(torch.randn(elements)) for _ in range(4)]
     constants = [torch.randn(elements) for _ in range(2)]
-    held: list[Tensor] = []  # that the program has besides
-    told: list[Any] = []
+    held: list[Tensor] = []  # that the program has in addition
+    recorded: list[Any] = []
     sharing: set[tuple[int, int]] = set()
 
     def look() -> None:
         everything = [*leaves, *constants, *held]
         grads = [leaf.grad if leaf.grad is not None else torch.empty(0) for leaf in leaves]
-        told.append([each.detach().clone() for each in (*everything, *grads)])
+        recorded.append([each.detach().clone() for each in (*everything, *grads)])
         for i, grad in enumerate(grads):
             for j, other in enumerate((*grads[:i], *everything)):
                 if grad.numel() and shares(grad, other):
@@ -331,20 +331,20 @@ def program(
                 try:
                     output.sum().backward(retain_graph=retain)
                 except RuntimeError as error:
-                    told.append(error)
+                    recorded.append(error)
                 else:
-                    told.append(None)
+                    recorded.append(None)
                 look()
                 if not retain:
                     break
         if draw.random() < 0.3:
             for leaf in leaves:
                 leaf.grad = None
-    return told, sharing
+    return recorded, sharing
 
 
 def equal(one: list[Any], other: list[Any]) -> bool:
-    """Whether two runs told the same: values to the bit, and errors in the same places."""
+    """Whether two runs recorded the same: values to the bit, and errors in the same places."""
     for a, b in zip(one, other, strict=True):
         if isinstance(a, list) and isinstance(b, list):
             if not all(map(torch.equal, a, b)):
@@ -380,7 +380,7 @@ def test_random_functions_as_in_plain_pytorch(place, tmp_path):
         stash = Stash(**PLACES[place](tmp_path))
         ours, ours_shares = program(seed, stash)
         stash.close()
-        assert ours_shares <= plain_shares, seed  # never what plain PyTorch keeps apart
+        assert ours_shares <= plain_shares, seed  # never what plain PyTorch keeps separate
         right, _ = program(seed, nullcontext(), clean=True)
         if equal(plain, right):  # else plain PyTorch has itself accumulated into what was saved
             compared += 1

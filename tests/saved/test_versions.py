@@ -1,4 +1,4 @@
-"""What a version counter tells, and what it relies on."""
+"""What a version counter shows, and what it relies on."""
 
 import torch
 

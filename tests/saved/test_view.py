@@ -102,7 +102,7 @@ class Elsewhere:
 
 
 def test_the_alignment_that_is_kept():
-    """What vector code meets on the CPU, and what an accelerator's libraries choose a kernel by."""
+    """What vector code relies on on the CPU, and what an accelerator's libraries choose a kernel by."""
     x = torch.zeros(4096, dtype=torch.uint8)
     at = -x.data_ptr() % 256
     assert StridedRegion(x[at + 70 :]).residue == 6

@@ -1,7 +1,7 @@
 """An accelerator that needs no hardware: ``torch.device("simulated")``, its streams as late as they may be.
 
 ``register()`` builds ``device.cpp`` where it has not been built, and makes it this process's accelerator, for
-good. What it plays, and what it finds out, is told there.
+good. What it plays, and what it finds out, is described there.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@
 //
 // Time is played, too: each stream has a clock, which what it is asked for moves on by its bytes over a rate, and
 // which an event that it waits for moves on to its own. So what a step takes on the device does not depend on the
-// machine: the same program takes the same time, and copies that run beside computing hide behind it.
+// machine: the same program takes the same time, and copies that run during computing hide behind it.
 //
 // Operations are the CPU's own, by PyTorch's fallback: their results are the CPU's to the bit. PyTorch's
 // documents on PrivateUse1 and its example openreg say what a device has to register; openreg computes and
@@ -143,7 +143,7 @@ void* PyEval_SaveThread();
 void PyEval_RestoreThread(void*);
 }
 
-// Whoever waits for the lock lets go of Python meanwhile: what is let go within it may need Python to end.
+// A thread that waits for the lock releases Python meanwhile: what is freed within it may need Python to end.
 struct Locked {
   explicit Locked(std::recursive_mutex& lock) : lock(lock) {
     if (lock.try_lock()) return;
@@ -281,7 +281,7 @@ struct Allocator final : c10::DeviceAllocator {
   }
 
  private:
-  // The memory that was let go last of the smallest that is large enough.
+  // The memory that was freed last of the smallest that is large enough.
   static char* from(std::multimap<size_t, char*>& pool, size_t size, size_t* found) {
     auto at = pool.lower_bound(size);
     if (at == pool.end() || at->first > 2 * size) return nullptr;
@@ -294,7 +294,7 @@ struct Allocator final : c10::DeviceAllocator {
 
   static char* take(DeviceIndex index, size_t nbytes) {
     auto& device = world().devices[index];
-    let_go_of_freed(index, false);
+    release_freed(index, false);
     const size_t wanted = (nbytes + kRound - 1) / kRound * kRound;
     auto* owner = current_queue(index);
     size_t size = wanted;
@@ -344,12 +344,12 @@ struct Allocator final : c10::DeviceAllocator {
       std::vector<Event> uses;
       for (auto* queue : block.recorded) uses.push_back({queue, queue->asked});
       device.freed.push_back({memory, block, uses});
-      if (uses.empty()) let_go_of_freed(index, false);
+      if (uses.empty()) release_freed(index, false);
       return;
     }
   }
 
-  static void let_go_of_freed(DeviceIndex index, bool wait) {
+  static void release_freed(DeviceIndex index, bool wait) {
     auto& device = world().devices[index];
     for (auto at = device.freed.begin(); at != device.freed.end();) {
       bool over = true;
@@ -380,7 +380,7 @@ struct Allocator final : c10::DeviceAllocator {
   static void release(DeviceIndex index) {
     auto& device = world().devices[index];
     run_all(index);
-    let_go_of_freed(index, true);
+    release_freed(index, true);
     for (auto& [owner, pool] : device.pools) {
       for (auto& [size, memory] : pool) {
         give_pages_back(memory, size);
@@ -630,7 +630,7 @@ void down(const Tensor& source, const Tensor& target, bool blocking) {
     if (owner.lock())
       std::memcpy(begin, there.data_ptr(), nbytes);
     else
-      fault("the host's memory was let go before a copy to it had run");
+      fault("the host's memory was freed before a copy to it had run");
     world().host_writes.erase(written);
   });
   in_use(target);
@@ -665,7 +665,7 @@ void up(const Tensor& source, const Tensor& target, bool blocking) {
   ask(queue, [there = late(target), bytes, begin = source.data_ptr(), owner = weak(source)] {
     ++world().reads;
     if (!owner.lock()) {
-      fault("the host's memory was let go before a copy from it had run");
+      fault("the host's memory was freed before a copy from it had run");
       return;
     }
     if (std::memcmp(begin, bytes.data_ptr(), bytes.nbytes()))

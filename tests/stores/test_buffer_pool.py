@@ -269,7 +269,7 @@ def test_restoring_counts_what_waits_and_strikes_out_who_is_gone():
     del held[1:4]
     assert pool.idle_bytes == 4096 + 4096 + 8192
     first, last = pool._lent.values()
-    pool._lent[0] = (lambda: None), first[1]  # whose end was not heard of
+    pool._lent[0] = (lambda: None), first[1]  # whose end was not reported
     pool._idle_bytes = 5
     del held[0]
     pool.restore()

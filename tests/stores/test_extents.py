@@ -166,7 +166,7 @@ def test_room_at_the_end_is_given_up_with_what_was_free_before_it():
     assert (extents.end_bytes, extents.free_count, extents.used_bytes) == (0, 0, 0)
 
 
-def test_what_is_made_anew_from_what_is_taken():
+def test_free_lists_are_rebuilt_from_what_is_taken():
     extents = Extents(unit_bytes=4096)
     for _ in range(3):
         extents.take(20_000)

@@ -1,4 +1,4 @@
-"""Leases: an extent goes back with its owner, and what an interrupt left half done is made anew."""
+"""Leases: an extent goes back with its owner, and what an interrupt left half done is rebuilt."""
 
 from collections import deque
 
@@ -30,7 +30,7 @@ def test_an_extent_goes_back_when_it_is_freed_or_its_owner_dies():
 
 @pytest.mark.parametrize("call", ["take", "free"])
 @pytest.mark.parametrize("before", [True, False])
-def test_free_lists_that_were_left_half_done_are_made_anew(monkeypatch, call, before):
+def test_free_lists_that_were_left_half_done_are_rebuilt(monkeypatch, call, before):
     leases = Leases(unit_bytes=4096)
     owners = [Owner() for _ in range(4)]
     offsets = [leases.take(each, 4096) for each in owners]
@@ -61,7 +61,7 @@ def test_free_lists_that_were_left_half_done_are_made_anew(monkeypatch, call, be
     assert leases.extents.used_bytes == 4 * 4096
 
 
-def test_whoever_takes_or_frees_settles_first():
+def test_taking_or_freeing_settles_first():
     leases = Leases(unit_bytes=4096)
     first, second, third = (Owner() for _ in range(3))
     offsets = [leases.take(each, 4096) for each in (first, second, third)]

@@ -63,7 +63,7 @@ def test_what_the_collector_finds_keeps_its_place_until_it_is_settled(tmp_path):
     disk.close()
 
 
-def test_what_was_read_is_let_go_and_may_be_read_again():
+def test_what_was_read_is_freed_and_may_be_read_again():
     backing = DiskBacking(MemoryStore(), Slot(1), 0, ReclaimQueue())
     backing.load, backing.ahead = "a load", True
     backing.free()
@@ -140,7 +140,7 @@ def test_a_profiler_sees_the_read(monkeypatch):
     assert seen == ["read", "end of read"]
 
 
-def test_a_load_that_fails_says_so_to_whoever_waits():
+def test_a_load_that_fails_reports_its_error_to_any_waiting_caller():
     store = Failing(MemoryStore())
     slot = store.reserve(100)
     store.on_read = StashIOError(5, "gone")
@@ -241,7 +241,7 @@ def test_a_placement_says_all_of_a_block_and_nothing_that_it_does_not_have(place
 
 
 @pytest.mark.parametrize("kind", [Resident, Writing, Stored, Lost])
-def test_a_placement_keeps_nothing_beside_what_it_is_made_of(kind):
+def test_a_placement_has_no_attributes_other_than_its_own(kind):
     placement = kind.__new__(kind)
     with pytest.raises(AttributeError):
         placement.anything = 1

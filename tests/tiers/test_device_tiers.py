@@ -62,7 +62,7 @@ def test_a_device_that_nothing_drives_has_a_reason_and_no_tiers():
         assert stash._config.tiers_of(torch.device("meta"), 1) == "device meta"
 
 
-def test_a_device_is_told_what_its_stream_saves():
+def test_a_device_is_notified_of_what_its_stream_saves():
     device, used = TwinDevice(), []
     device.used = lambda tensor: used.append(tensor) or "a stream"
     with stash_on(device, host="1MiB", min_bytes=0) as stash:
@@ -157,17 +157,17 @@ def test_a_dead_backing_s_cleanup_goes_to_the_tier_that_has_its_buffer():
     assert deferred == [left]
 
 
-def test_when_all_blocks_have_died_each_part_is_told():
-    told = []
+def test_when_all_blocks_have_died_each_part_is_notified():
+    forgotten = []
 
     def part(name):
-        return SimpleNamespace(forget=lambda: told.append(name))
+        return SimpleNamespace(forget=lambda: forgotten.append(name))
 
     prefetcher = SimpleNamespace(ahead=part("ahead"))
     DeviceTiers(1, part("evictor"), prefetcher, None, tier=part("tier")).forget()
-    assert told == ["evictor", "ahead", "tier"]
+    assert forgotten == ["evictor", "ahead", "tier"]
     DeviceTiers(0, part("evictor"), prefetcher, None, tier=None).forget()
-    assert told[3:] == ["evictor", "ahead"]
+    assert forgotten[3:] == ["evictor", "ahead"]
 
 
 class Least(LowerTier):

@@ -131,7 +131,7 @@ def test_a_write_that_has_begun_owns_the_block_s_memory_and_not_the_block():
     assert is_alive() is None
 
 
-def test_who_records_is_told_what_was_written_and_since_when(monkeypatch):
+def test_a_recording_has_what_was_written_and_since_when(monkeypatch):
     tier, seen = made(store := Store())
     seen.event_log.on = True
     block = block_of(tier)

@@ -38,7 +38,7 @@ class Inflight:
         self.steps.append(("make room", nbytes))
 
     def free(self, nbytes, thread_state):
-        self.steps.append(("let go", nbytes))
+        self.steps.append(("free", nbytes))
 
     def add(self, block, backing, transfer):
         self.steps.append(("add", block, backing, transfer))
@@ -312,7 +312,7 @@ def test_another_thread_s_block_goes_where_nobody_has_to_wait_for_it(window, goe
         assert way.resident.queue.popleft() is theirs
 
 
-def test_another_thread_s_block_does_not_go_beside_what_is_in_flight():
+def test_another_thread_s_block_does_not_leave_where_in_flight_transfers_fill_the_window():
     way = Way(limit=LARGE)
     theirs = way.saved(thread_state=another())
     way.inflight.window_bytes, way.inflight.nbytes = 2 * LARGE - 1, LARGE
@@ -359,7 +359,7 @@ def test_a_thread_that_has_ended_has_no_say():
 @pytest.mark.parametrize("runs_ahead", [False, True])
 @pytest.mark.parametrize("is_one", [False, True])
 def test_one_beyond_the_window_is_moved_within_the_call(runs_ahead, is_one):
-    """Unless it is alone in the window of an accelerator, beside which compute goes on."""
+    """Unless it is alone in the window of an accelerator, where compute continues during the copy."""
     way = Way(runs_ahead=runs_ahead, segments=False)
     way.inflight.window_bytes, way.inflight.is_one = LARGE - 1, is_one
     block = way.saved()
@@ -379,18 +379,18 @@ def test_nobody_waits_for_one_that_fills_the_window_to_its_end():
     assert way.steps == [("complete", False), ("add", block, "backing 1", "write 1")]
 
 
-def test_room_is_made_beside_what_is_in_flight():
+def test_space_is_made_where_in_flight_transfers_fill_the_window():
     way = Way()
     way.inflight.window_bytes, way.inflight.nbytes = 2 * LARGE - 1, LARGE
     way.saved()
     assert way.steps[1] == ("make room", LARGE)
 
 
-def test_where_the_device_is_short_of_memory_as_much_is_let_go_now():
+def test_where_the_device_is_short_of_memory_as_much_is_freed_now():
     way = Way(limit=None, memory=Memory())
     way.resident.memory.short_bytes = LARGE
     block = way.saved()
-    assert way.tier.begun == [block] and way.steps[-1] == ("let go", LARGE)
+    assert way.tier.begun == [block] and way.steps[-1] == ("free", LARGE)
     way.resident.memory.short_bytes = 0
     way.steps.clear()
     block = way.saved()

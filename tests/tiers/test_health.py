@@ -95,7 +95,7 @@ def test_the_first_refusal_is_a_warning_and_the_last_is_noted_with_their_number(
     ]
 
 
-def test_whoever_wants_errors_has_each_and_asks_again():
+def test_a_caller_that_wants_errors_gets_each_and_asks_again():
     health, _, _ = made(raises=True)
     for _ in range(2):
         with pytest.raises(StashFullError) as caught:
@@ -148,7 +148,7 @@ def test_a_rebuild_forgets_what_was_deferred():
 
 @pytest.mark.parametrize("inflight", [0, "1MiB"])
 @pytest.mark.parametrize("error", [FULL, OSError(5, "broke")])
-def test_the_warning_names_the_line_of_whoever_computes(error, inflight):
+def test_the_warning_names_the_line_of_the_computing_code(error, inflight):
     store = Failing(MemoryStore())
     store.on_write = error
     x = torch.ones(1 << 18, requires_grad=True)

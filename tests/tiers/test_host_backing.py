@@ -343,16 +343,16 @@ def test_what_has_come_from_disk_is_sent_on():
     place.device.fails = torch.OutOfMemoryError("full")
     place.tier.poll()
     assert loads[0].arrival is None
-    assert [ref() for ref in place.tier._coming] == [loads[3]], "nor is there memory for that"
+    assert [ref() for ref in place.tier._coming] == [loads[3]], "and there is no memory for that"
     place.device.fails = None
-    assert loads[0].exception() is None, "whoever needs it tries again"
+    assert loads[0].exception() is None, "the caller that needs it tries again"
 
 
 def test_a_rebuild_waits_for_the_device_first():
     place = Place(pages=4)
     backing = place.begun()
     place.added.clear()
-    place.pool.take(PAGE)  # and let go at once
+    place.pool.take(PAGE)  # and freed at once
     used = []
     place.writeback.restore = lambda *what: used.append((place.pool.used_bytes, *what))
     finish = place.device.finish

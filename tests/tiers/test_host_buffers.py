@@ -299,7 +299,7 @@ def test_closing_waits_for_the_dead_and_unpins_what_nobody_holds():
 
 def test_buffers_that_nobody_has_any_more_are_found():
     place = Place(pages=1)
-    place.fill()  # and let go at once
+    place.fill()  # and freed at once
     assert place.pool.used_bytes == PAGE
     place.buffers.sweep()
     assert place.pool.used_bytes == 0

@@ -200,7 +200,7 @@ def test_what_has_ended_completes_and_the_rest_keeps_its_order():
     assert not any(write.transfer.cancelled for write in window.inflight.writes)
 
 
-def test_nobody_is_told_where_nobody_records():
+def test_nothing_is_emitted_where_nobody_records():
     thread_state, window = ThreadState(), Window()
     window.event_log.on = False
     block = block_of(thread_state)
@@ -407,7 +407,7 @@ def memory_of(block):
 
 @pytest.mark.parametrize("wants_room", [True, False])
 def test_a_dead_block_s_copy_is_not_owned(wants_room):
-    """Nor is its memory, which the device's allocator gives to others at once, in the copy's order."""
+    """Neither is its memory: the device's allocator gives that to others at once, in the copy's order."""
     thread_state, window = ThreadState(), Window(1000)
     window.wants_room = wants_room
     block, copy = block_of(thread_state), Played()
@@ -439,7 +439,7 @@ def test_a_dead_block_s_write_is_owned_until_it_has_ended():
     assert is_alive() is None and window.targets == []
 
 
-def test_a_completed_copy_is_let_go_with_its_memory():
+def test_a_completed_copy_is_freed_with_its_memory():
     thread_state, window = ThreadState(), Window(1000)
     block, copy = block_of(thread_state), Played()
     is_alive, copy_is_alive, copy.is_done = memory_of(block), weakref.ref(copy), True
@@ -549,14 +549,14 @@ def test_room_is_made_by_waiting_for_the_oldest_of_one_s_own():
     assert [work.done() for work in works] == [False, True, True, False]
     inflight.make_room(
         95, thread_state
-    )  # never fits beside another thread's, which nobody waits for
+    )  # never fits next to another thread's, which nobody waits for
     assert window.targets == [theirs] and not works[0].done()
     inflight.make_room(1000, thread_state)
     assert window.targets == [theirs]
 
 
 @pytest.mark.parametrize("nbytes, left", [(0, 3), (1, 2), (30, 2), (31, 1), (90, 0), (91, 0)])
-def test_so_many_bytes_are_let_go_now(nbytes, left):
+def test_so_many_bytes_are_freed_now(nbytes, left):
     thread_state, window = ThreadState(), Window(1000)
     blocks = [block_of(thread_state, 30) for _ in range(3)]
     for block in blocks:

@@ -238,16 +238,16 @@ def test_a_graph_that_dies_while_it_is_made(tmp_path):
         assert by_hand.prefetcher.ahead.nbytes == 0
 
 
-def test_what_is_made_holds_its_operands_no_longer_and_is_told():
+def test_what_is_made_holds_its_operands_no_longer_and_is_recorded():
     with ByHand() as by_hand, by_hand.stash.record() as recording:
         loss, ws = by_hand.forward()
         torch.autograd.grad(loss, ws[-1])
         makings = by_hand.makings
         by_hand.work()
         assert [each._given for each in makings] == [None, None]
-        told = [event for event in recording.events if event.kind == "decode"]
+        decoded = [event for event in recording.events if event.kind == "decode"]
         # Two by who needed them, two by the worker.
-        assert [(event.cause, event.nbytes) for event in told] == [("recomputed", SIZE)] * 4
+        assert [(event.cause, event.nbytes) for event in decoded] == [("recomputed", SIZE)] * 4
         del loss, ws, makings
 
 

@@ -251,7 +251,7 @@ def test_nan_payloads_and_negative_zeros_come_back():
     assert torch.equal(stash.unpack(entry).view(torch.int32), x.view(torch.int32))
 
 
-def test_a_change_in_place_before_it_is_packed_is_told():
+def test_a_change_in_place_before_it_is_packed_is_detected():
     stash = Stash(policy=pack)
     x = torch.zeros(1 << 18)
     with stash:
@@ -262,7 +262,7 @@ def test_a_change_in_place_before_it_is_packed_is_told():
     assert stash.stats().keep_bytes == 0
 
 
-def test_a_change_in_place_while_it_is_packed_is_told():
+def test_a_change_in_place_while_it_is_packed_is_detected():
     stash = Stash(codec=Recorded(while_encoding=lambda values: values.add_(1)))
     x = torch.zeros(1 << 18)
     with stash:
@@ -433,7 +433,7 @@ def test_what_a_codec_may_not_return(what, message):
 
 def test_what_a_codec_raises_comes_out_of_forward_and_nothing_is_left():
     def fail(values):
-        raise ZeroDivisionError("told to")
+        raise ZeroDivisionError("raised by the test")
 
     x = torch.randn(1 << 18, requires_grad=True)
     stash = Stash(codec=Sharing(fail), disk=MemoryStore())
@@ -444,7 +444,7 @@ def test_what_a_codec_raises_comes_out_of_forward_and_nothing_is_left():
 
 def test_no_memory_to_pack_in():
     def fail(values):
-        raise torch.OutOfMemoryError("told to")
+        raise torch.OutOfMemoryError("raised by the test")
 
     x = torch.randn(1 << 18, requires_grad=True)
     stash = Stash(codec=Sharing(fail), disk=MemoryStore())
@@ -459,7 +459,7 @@ def test_no_memory_to_decode_in():
         def decode(self, payload, recipe, out):
             if self.decoded == 1:
                 self.decoded += 1
-                raise torch.OutOfMemoryError("told to")
+                raise torch.OutOfMemoryError("raised by the test")
             super().decode(payload, recipe, out)
 
     x = torch.randn(1 << 18, requires_grad=True)
@@ -474,7 +474,7 @@ def test_a_read_that_fails_names_the_saved_tensor_and_may_be_tried_again():
     x = torch.randn(512, 1024, requires_grad=True)
     with Stash(policy=pack, disk=store, inflight=0):
         loss = x.relu().square().sum()
-    store.on_read = StashIOError(5, "told to fail")
+    store.on_read = StashIOError(5, "failed by the test")
     with pytest.raises(StashIOError, match=r"float32 tensor of shape \(512, 1024\)") as caught:
         loss.backward()
     assert "uint8" not in str(caught.value)
@@ -568,7 +568,7 @@ def test_the_default_packs_nothing():
     assert FirstOf().encode(x) == ""
 
 
-def test_a_recording_tells_what_was_packed(tmp_path):
+def test_a_recording_has_what_was_packed(tmp_path):
     x = torch.randn(1 << 18, requires_grad=True)
     stash = Stash(policy=pack, disk=MemoryStore(), inflight=0)
     with timeline(stash) as line, stash:
@@ -661,7 +661,7 @@ def test_a_subclass_that_one_save_may_round_another_gets_exactly():
     assert torch.equal(stash.unpack(rounded).a, x.a.bfloat16().float())
 
 
-def test_a_change_in_place_by_the_codec_itself_is_told():
+def test_a_change_in_place_by_the_codec_itself_is_detected():
     """Of a tensor that could be moved as it is: nobody may go on with what the codec made of it."""
 
     class Zeroing(Recorded):

@@ -138,19 +138,19 @@ def test_a_mask_larger_than_the_window_is_read_once_for_all_layers(tmp_path):
     stats = gradients_of_layers(stash, [torch.rand(3 * MIB // 4)])
     # Of x, the leaf, sin saves nothing that moves; of the other four layers 1 MiB each.
     assert stats.written_bytes == stats.read_bytes == 2 * (3 + 4) * MIB
-    assert stats.ahead_peak_bytes == (2 + 3) * MIB  # the window, and the mask beside it
+    assert stats.ahead_peak_bytes == (2 + 3) * MIB  # the window, and the mask in addition
     assert (stats.ahead_bytes, stats.blocks) == (0, 0)
     stash.close()
 
 
-def test_of_two_such_masks_one_is_held_beside_the_window(tmp_path):
+def test_of_two_such_masks_one_is_held_in_addition_to_the_window(tmp_path):
     stash = Stash(disk=tmp_path, inflight=0, prefetch="2MiB")
     with stash.record() as recording:
         stats = gradients_of_layers(stash, [torch.rand(3 * MIB // 4), torch.rand(MIB)], steps=1)
     read = [event.nbytes for event in recording.events if event.kind == "read"]
-    assert read.count(4 * MIB) == 1  # backward meets it first
+    assert read.count(4 * MIB) == 1  # backward uses it first
     assert read.count(3 * MIB) == 5
-    # The block beside the window, and what is in use and larger than the window.
+    # The block in addition to the window, and what is in use and larger than the window.
     assert stats.ahead_peak_bytes == (4 + 3) * MIB
     stash.close()
 

@@ -160,7 +160,7 @@ def values(view):
     return set(view.tolist())
 
 
-def test_one_read_serves_every_view_of_a_block_and_is_let_go_after_the_last():
+def test_one_read_serves_every_view_of_a_block_and_is_freed_after_the_last():
     around = Around()
     up, (block, one, two) = around.prefetcher, around.block(7, entries=2)
     first = around.view(one)
@@ -179,7 +179,7 @@ def test_one_read_serves_every_view_of_a_block_and_is_let_go_after_the_last():
 
 
 @pytest.mark.parametrize("expected", [None, 0, 3])
-def test_a_block_of_slices_is_held_from_its_first_use_to_its_last_beside_the_window(expected):
+def test_a_block_of_slices_is_held_from_first_to_last_use_in_addition_to_the_window(expected):
     """Else each of them would read all of it. Where some were copied and it was then saved whole, none does."""
     around = Around()
     up, (block, *entries) = around.prefetcher, around.block(7, entries=3)
@@ -296,7 +296,7 @@ def test_where_the_memory_begins_before_the_block_does():
     assert backing_of(block).wanted == 0
 
 
-def test_what_a_backward_changed_is_read_anew_for_the_next():
+def test_what_a_backward_changed_is_read_again_for_the_next():
     around = Around()
     _, one, two, _ = around.block(7, entries=3)
     changed = around.view(one)
@@ -780,7 +780,7 @@ def test_one_that_is_larger_than_the_window_may_come_ahead(allowed):
     around.use(entry)
     assert around.ahead_of(*blocks) == [0, int(allowed)]
     assert around.prefetcher.ahead.nbytes == 2 * SIZE * allowed
-    if allowed:  # it is not dropped for being too large, nor what is used then
+    if allowed:  # neither it nor what is used then is dropped for being too large
         held, another, _ = around.block(9, nbytes=SIZE // 2, entries=2)
         around.view(another)
         around.prefetcher.look_ahead(held)

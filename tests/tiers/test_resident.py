@@ -92,7 +92,7 @@ def test_a_lost_block_says_which_versions():
     assert event_log.emitted[1:] == [("lose", block.facts, "")]
 
 
-def test_nobody_is_told_where_nobody_records():
+def test_nothing_is_emitted_where_nobody_records():
     event_log = Log(on=False)
     resident = ResidentSet(event_log, limit=None)
     block = block_of()
@@ -102,7 +102,7 @@ def test_nobody_is_told_where_nobody_records():
     assert event_log.emitted == []
 
 
-def test_a_save_in_a_backward_is_told_apart():
+def test_a_save_in_a_backward_is_recorded_as_such():
     event_log = Log()
     resident = ResidentSet(event_log, limit=None)
     x = torch.ones(2, requires_grad=True)
@@ -160,7 +160,7 @@ def test_nothing_is_asked_of_a_device_that_captures():
     assert resident.most(7, 8) is None and memory.asked == []
 
 
-def test_memory_is_let_go_beyond_the_limit_and_no_earlier():
+def test_memory_is_freed_only_beyond_the_limit():
     resident = ResidentSet(Log(), limit=150, early=50, memory=Memory(10, 0))
     resident.admit(block_of(100))
     assert not resident.wants_room(50) and resident.wants_room(51)

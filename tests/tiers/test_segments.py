@@ -97,7 +97,7 @@ def test_blocks_share_a_segment_until_the_next_one_does_not_fit():
     assert around.steps == [("add", first, "write 0"), ("begin", "write 0")]
 
 
-def test_nobody_is_told_where_nobody_records():
+def test_nothing_is_emitted_where_nobody_records():
     around = Around()
     around.event_log.on = False
     around.segments.gather(block := block_of(100), THREAD_STATE)

@@ -31,5 +31,5 @@ def test_each_wait_is_counted_and_an_interrupted_one_too(monkeypatch, is_recorde
     with pytest.raises(KeyboardInterrupt):
         stalls.wait(Work(interrupted))
     assert stalls.seconds == 7.0 and spans == ["stall on the way down"] * 2
-    told = [(("stall", 0), {"cause": "pack", "began": at}) for at in (10.0, 20.0)]
-    assert emitted == (told if is_recorded else [])
+    expected = [(("stall", 0), {"cause": "pack", "began": at}) for at in (10.0, 20.0)]
+    assert emitted == (expected if is_recorded else [])

@@ -128,9 +128,9 @@ def test_errors(net, x, tmp_path):
         loss = net(x.requires_grad_() * 1).sum()
         with torch.no_grad():
             net._modules[HOSTILE].weight.mul_(2)
-    with pytest.raises(InplaceError) as told:
+    with pytest.raises(InplaceError) as raised:
         loss.backward()
-    assert_harmless(str(told.value))
+    assert_harmless(str(raised.value))
     stash.close()
 
 
@@ -150,14 +150,14 @@ def test_hooks(net, x, capsys):
 
 
 def test_complaints_of_hooks(net, x):
-    with pytest.raises(hooks.NoMatchError) as told:
+    with pytest.raises(hooks.NoMatchError) as raised:
         hooks.capture(net, "no such")
-    assert_harmless(str(told.value))
+    assert_harmless(str(raised.value))
     with torch.no_grad():
         net._modules[HOSTILE].bias.fill_(torch.nan)
-    with pytest.raises(hooks.NonFiniteError) as told, hooks.find_nonfinite(net):
+    with pytest.raises(hooks.NonFiniteError) as raised, hooks.find_nonfinite(net):
         net(x)
-    assert_harmless(str(told.value))
+    assert_harmless(str(raised.value))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with hooks.capture(net, HOSTILE):
@@ -182,7 +182,7 @@ def test_a_message_about_a_wrong_argument_shows_no_values_of_a_tensor(name):
     assert "1234" not in str(caught.value) and "1.2345" not in str(caught.value)
 
 
-def test_nor_does_one_about_what_is_wrapped_or_attached():
+def test_a_message_about_a_wrapped_or_attached_object_shows_no_values_of_it():
     secret = torch.full((3,), 1234.5)
     with Stash() as stash:
         for wrong in (stash, stash.attach):

@@ -98,7 +98,7 @@ if "--prove" in sys.argv:
 
 
 def test_none_is_unpickled_while_it_works():
-    """Python tells an audit hook of every class that is unpickled; the last line proves that it does."""
+    """Python notifies an audit hook of every class that is unpickled; the last line proves that it does."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", PROGRAM, "--prove"],
         capture_output=True,
