@@ -532,10 +532,10 @@ class Stash:
             InplaceError: the tensor was modified in place, and its saved value is lost.
             StashIOError: the store cannot read the bytes; a later call may succeed.
         """
-        if self._recorder is not None and count_dispatch_modes():
+        if count_dispatch_modes():
             from ._recompute.tape import leave_for_backward
 
-            leave_for_backward()  # a tape of this context may still be active
+            leave_for_backward()  # a tape of this or another stash may be active
         kind = type(packed)
         if kind is Tensor and packed._version == 0:  # nearly every small tensor
             return packed if type(current_node()) in RETURNS_NONE else hand_out(packed)

@@ -1497,6 +1497,152 @@ def test_values_of_a_conjugate_or_negative_view_are_plain_pytorch_s(values):
     stash.close()
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        torch.vmap(lambda t: torch.linalg.svdvals(t)),
+        torch.vmap(lambda t: torch.linalg.matrix_norm(t, "nuc")),
+        lambda x: torch.func.vjp(lambda t: torch.linalg.eigvalsh(t @ t.mT), x)[0],
+        torch.func.jacrev(lambda t: torch.linalg.svdvals(t)),
+    ],
+    ids=["vmap", "norm", "vjp", "jacrev"],
+)
+def test_values_inside_a_transform_are_refused(values):
+    """A transform's wrapper requests vectors, and it is not seen whether it wraps the tensor."""
+
+    class Net(nn.Module):
+        def forward(self, x, matrix):
+            return (x * values(matrix).sum()).sin().exp()
+
+    x, matrix = torch.randn(4, 16, requires_grad=True), torch.randn(2, 40, 40)
+    stash = stash_of()
+    with stash.recompute(net := Net()), pytest.raises(UsageError, match=r"outside of torch\.func"):
+        net(x, matrix)
+    assert not dispatch_modes()
+
+
+def product_by_stash(h):
+    return torch.autograd.grad(h.prod(0).sum(), h, create_graph=True)[0]
+
+
+def cumulated_by_stash(h):
+    return torch.autograd.grad(h.cumprod(0).sum(), h, create_graph=True)[0]
+
+
+def determinant_by_stash(h):
+    return torch.autograd.grad(torch.linalg.det(h), h, create_graph=True)[0]
+
+
+def product_by_vjp(h):
+    out, pull = torch.func.vjp(lambda t: t.prod(0), h)
+    return pull(torch.ones_like(out))[0]
+
+
+def product_under_own_hooks(h):
+    given = h.detach().requires_grad_()
+    with torch.autograd.graph.save_on_cpu():
+        out = given.prod(0)
+    return torch.autograd.grad(out.sum(), given)[0]
+
+
+class InnerGradient(nn.Module):
+    def __init__(self, of):
+        super().__init__()
+        self.of = of
+
+    def forward(self, x):
+        h = 1 + 0.3 * torch.sin(x)
+        return torch.sigmoid(self.of(h)) * h
+
+
+def bits_of(call, x):
+    y = call(x)
+    return [y.detach(), *torch.autograd.grad(y.sum(), x)]
+
+
+@pytest.mark.parametrize("of", [product_by_stash, cumulated_by_stash, determinant_by_stash])
+@pytest.mark.parametrize("outer", [False, True], ids=["own", "another stash's hooks"])
+def test_a_backward_inside_has_no_tape(of, outer):
+    """Some of its nodes compute differently under a mode."""
+    torch.manual_seed(0)
+    net, x = InnerGradient(of), torch.randn(64, 64, requires_grad=True)
+    want = bits_of(net.forward, x)
+    with Stash().recompute(net):
+        for _ in range(4):
+            if outer:
+                with Stash():
+                    found = bits_of(net, x)
+            else:
+                found = bits_of(net, x)
+            assert are_same(found, want)
+    assert not dispatch_modes()
+
+
+@pytest.mark.parametrize("of", [product_by_vjp, product_under_own_hooks])
+@pytest.mark.parametrize("by", ["region", "policy"])
+def test_a_backward_inside_that_the_stash_does_not_see_is_refused(of, by, tmp_path):
+    net, x = InnerGradient(of), torch.randn(64, 64, requires_grad=True)
+    recompute = None if by == "region" else lambda saved: Action("recompute")
+    stash = Stash(disk=tmp_path, min_bytes=0, policy=recompute)
+    handle = stash.recompute(net) if by == "region" else nullcontext()
+    with handle, stash, pytest.raises(UsageError, match="ProdBackward1 of a backward inside"):
+        net(x)
+    assert not dispatch_modes()
+    with Stash(disk=tmp_path, min_bytes=0, recompute=False):
+        assert are_same(bits_of(net, x), bits_of(net.forward, x))
+
+
+@pytest.mark.parametrize("by", ["region", "policy"])
+def test_forward_mode_with_zero_tangents(by, tmp_path):
+    """PyTorch fills in tangents without memory."""
+
+    class Net(nn.Module):
+        def forward(self, x):
+            h, ones = torch.sin(x), torch.ones(2, 4)
+            index = torch.tensor([0, 1])
+            add = lambda t: t.index_add(0, index, ones, alpha=2)  # noqa: E731
+            return torch.func.jvp(add, (h,), (h.cos(),))[1] * h
+
+    net, x = Net(), torch.randn(5, 4, requires_grad=True)
+    want = bits_of(net.forward, x)
+    recompute = None if by == "region" else lambda saved: Action("recompute")
+    stash = Stash(disk=tmp_path, min_bytes=0, policy=recompute)
+    with stash.recompute(net) if by == "region" else nullcontext():
+        for _ in range(4):
+            with stash:
+                assert are_same(bits_of(net, x), want)
+
+
+def test_a_forward_with_dual_numbers_is_not_recorded():
+    """Tangents of some norms would have other bits."""
+    net = nn.Sequential(nn.GroupNorm(2, 8), nn.LayerNorm(8))
+    x, tangent = torch.randn(4, 8, 8), torch.randn(4, 8, 8)
+
+    def tangent_of(call):
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(x, tangent)
+            return torch.autograd.forward_ad.unpack_dual(call(dual)).tangent
+
+    want = tangent_of(net.forward)
+    stash = stash_of()
+    with stash.recompute(net):
+        assert are_same([tangent_of(net)], [want])
+    assert any("forward-mode AD" in reason for reason in stash.stats().left)
+
+
+def test_a_discarded_complex_number():
+    class Net(nn.Module):
+        def forward(self, x):
+            product = torch.vdot(x * 2, x * 3)
+            return (product * product).abs() * x.abs().sum()
+
+    net, x = Net(), torch.randn(8, dtype=torch.complex128, requires_grad=True)
+    want = bits_of(net.forward, x)
+    with Stash(min_bytes=0).recompute(net):
+        for _ in range(4):
+            assert are_same(bits_of(net, x), want)
+
+
 def test_a_decomposition_without_a_gradient_is_the_program_s_own():
     class Net(nn.Module):
         def forward(self, x, matrix):

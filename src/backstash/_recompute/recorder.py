@@ -22,7 +22,7 @@ from .._saved.block import Block
 from .._saved.entry import Entry
 from .._saved.thread_state import ThreadState
 from .._saved.view import StridedRegion, reason_to_stay
-from .._torch.dispatch import count_dispatch_modes
+from .._torch.dispatch import count_dispatch_modes, dual_level
 from .._torch.dynamo import leave_untraced
 from .._torch.engine import in_backward
 from .._torch.modules import call_frame, mark_outermost_call
@@ -123,8 +123,8 @@ class Recorder:
         return tape
 
     def _begin(self, thread_state: ThreadState, frame: FrameType | None) -> None:
-        if count_dispatch_modes():
-            return  # the program's mode may change what operations compute
+        if count_dispatch_modes() or dual_level() >= 0:
+            return  # the program's mode may change what operations compute, and the tape changes some tangents
         tape = thread_state.tape = ContextTape(MOST_OPERATIONS)
         tape.number, tape.frame = self._session.predictor.next_pass, frame
         tape.enter()

@@ -22,7 +22,7 @@ from .._core.hook_scope import Hook, newest_scope
 from .._core.session import Session
 from .._saved.thread_state import ThreadState
 from .._torch.checkpoints import is_of_checkpoint
-from .._torch.dispatch import count_dispatch_modes, innermost_mode
+from .._torch.dispatch import count_dispatch_modes, dual_level, innermost_mode
 from .._torch.dynamo import leave_untraced, untraced
 from .._torch.hook_stack import current_pair, own_pack
 from .._torch.modules import call_frame, is_running, running_modules
@@ -218,6 +218,8 @@ def _reason_against() -> str:
         return (
             "a dispatch mode of the program's is active, which may change what operations compute"
         )
+    if dual_level() >= 0:
+        return "forward-mode AD computes some tangents differently while operations are recorded"
     return ""
 
 

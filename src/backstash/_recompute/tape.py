@@ -30,6 +30,7 @@ from torch import Tensor
 from .._torch.dispatch import (
     SilentMode,
     dispatch_modes,
+    dual_level,
     innermost_mode,
     pause_mode,
     push_mode,
@@ -37,8 +38,8 @@ from .._torch.dispatch import (
     take_off,
     with_lazy_bits,
 )
-from .._torch.engine import in_backward, queue_callback, task_or_none
-from .._torch.mode_bits import ModeBits
+from .._torch.engine import current_node, in_backward, queue_callback, task_or_none
+from .._torch.mode_bits import NODES_THAT_DIFFER, ModeBits
 from .._torch.modules import is_running
 from .._torch.schemas import (
     ALLOCATES,
@@ -53,6 +54,7 @@ from .._torch.schemas import (
     tensors_of,
 )
 from .._torch.storages import storage_identity
+from ..errors import UsageError
 from .declared import is_declared
 from .operations import (
     Made,
@@ -92,6 +94,12 @@ _SUBCLASS = "a tensor subclass computed it"
 _IN_FUNCTION = "an autograd.Function computed it"
 _PRODUCT = "{} is expensive to repeat: pass its module to recompute()"
 _OTHERWISE = "PyTorch computes it differently while operations are recorded"
+_NODE = (
+    "{} of a backward inside of a forward computes differently while the forward is recorded: what it reads "
+    "was saved without the stash's hooks (before the forward, under hooks of the program's own, or in "
+    "torch.func.vjp, jacrev or hessian). Compute it outside of what is recomputed or planned, or give "
+    "Stash(recompute=False)"
+)
 _OTHER_STREAM = "it was made on another stream"
 _ANY_ORDER = "{} may add in a different order each time"
 PLAIN = frozenset((Tensor, torch.nn.Parameter))
@@ -178,6 +186,8 @@ class Tape(SilentMode):
             or (self.is_of_context and not torch.is_grad_enabled())
         ):
             return self._pass(func, args, kwargs)
+        if self.may_follow and dual_level() >= 0:
+            self._differ()
         if self.may_follow:
             operation = operations.get(id(func)) or operation_of(func)
             if not operation.is_view:
@@ -219,6 +229,10 @@ class Tape(SilentMode):
     def _pass(self, func: Any, args: Any, kwargs: Any) -> Any:
         if self._bits.vectors:
             self._bits.look()
+        if task_or_none() not in (-1, self._task):
+            name = type(current_node()).__name__
+            if name in NODES_THAT_DIFFER:  # of other nodes, only the tensors are those of a mode
+                raise UsageError(_NODE.format(name))
         with with_lazy_bits():
             result = func(*args, **kwargs)
             return self._bits.saw(func, args, kwargs, result, depth=3)
@@ -234,11 +248,16 @@ class Tape(SilentMode):
         """Call an operation that need not be recorded, and return its result; else ``NotImplemented``."""
         return NotImplemented
 
+    def _differ(self) -> Any:
+        """Follow no route from here on."""
+        self.may_follow = False
+        return NotImplemented
+
     def _call(self, func: Any, args: Any, kwargs: Any, has_bits: bool) -> Any:
         """Call an operation. ``has_bits``: its kernel may compute lazy conjugates, which of real numbers only
         some do."""
         began = time.perf_counter()
-        if has_bits:
+        if has_bits or dual_level() >= 0:
             with with_lazy_bits():
                 result = func(*args, **kwargs)
         else:

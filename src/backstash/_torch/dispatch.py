@@ -5,6 +5,7 @@ Everything here exists in torch 2.11 to 2.15.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -20,6 +21,7 @@ __all__ = [
     "count_dispatch_modes",
     "count_function_modes",
     "dispatch_modes",
+    "dual_level",
     "has_kernels",
     "innermost_mode",
     "pause_mode",
@@ -166,6 +168,11 @@ def with_lazy_bits() -> AbstractContextManager[None]:
     """
     return _force(_include(), _exclude() - _BITS)
 
+
+_forward_ad = optional("torch.autograd.forward_ad", None)
+dual_level: Callable[[], int] = functools.partial(getattr, _forward_ad, "_current_level", -1)
+"""Returns the level of dual numbers (forward-mode AD) that is entered; -1: none, or torch lacks the module.
+Inside, operations get zero tensors without memory, which kernels may read only :func:`with_lazy_bits`."""
 
 has_kernels: Callable[[str], bool] = optional("torch._C._dispatch_has_kernel", lambda name: False)
 """Whether the dispatcher has a kernel for the operator of this name. If torch lacks the call: ``False``."""

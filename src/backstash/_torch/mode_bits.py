@@ -31,7 +31,7 @@ from .dispatch import schema_of
 from .lookup import required
 from .storages import keep_identity, storage_of
 
-__all__ = ["OPERATIONS_SEEN", "ModeBits"]
+__all__ = ["NODES_THAT_DIFFER", "OPERATIONS_SEEN", "ModeBits"]
 
 _FLAG = {"aten::_linalg_svd": 2, "aten::_linalg_eigh": 2}  # the argument that requests vectors
 _VALUES = {
@@ -39,7 +39,12 @@ _VALUES = {
     "aten::_linalg_eigh": 0,
     "aten::linalg_eig": 0,
 }  # which result they are
-OPERATIONS_SEEN = frozenset(("_linalg_svd", "_linalg_eigh", "linalg_eig", "clone"))
+NODES_THAT_DIFFER = frozenset(
+    ("ProdBackward0", "ProdBackward1", "CumprodBackward0", "LinalgDetBackward0")
+)
+"""Nodes that compute differently while a dispatch mode is active: of all operators in ``op_db``, those of torch
+2.13."""
+OPERATIONS_SEEN = frozenset(("clone", *(each.partition("::")[2] for each in _VALUES)))
 """The names of the operations that :class:`ModeBits` has to see."""
 _CLONE = torch.ops.aten.clone.default
 _eigenvalues: Callable[..., Tensor] = required(
@@ -52,6 +57,15 @@ _VALUES_ALONE = frozenset(
         "linalg_matrix_norm", "linalg_matrix_rank", "norm", "nuclear_norm",
     )
 )  # fmt: skip
+
+
+_UNKNOWN = (
+    "it is unknown whether torch.linalg.svdvals, eigvalsh or eigvals (also in cond, matrix_rank, "
+    "svd(compute_uv=False), norms of singular values) was called on a tensor that needs no gradient, and "
+    "recording operations would change its bits: call it by its global name (torch.linalg.svdvals), outside of "
+    "torch.func's transforms, or outside of what is recomputed or planned and of checkpoint_loop's step 0, or "
+    "give Stash(recompute=False)"
+)
 
 
 class ModeBits:
@@ -91,11 +105,15 @@ class ModeBits:
         at = _VALUES[name]
         if torch.equal(alone.view(torch.uint8), result[at].view(torch.uint8)):
             return result
-        self.vectors = [_weak(each) for place, each in enumerate(result) if place != at]
-        called = _called_name(sys._getframe(depth))
+        caller = sys._getframe(depth)
+        called = _called_name(caller)
         if called in _WITH_VECTORS:
-            self.vectors = []
             return result
+        if _is_in_transform(caller):
+            raise UsageError(
+                _UNKNOWN
+            )  # its wrapper of the tensor, if there is one, requests vectors
+        self.vectors = [_weak(each) for place, each in enumerate(result) if place != at]
         self._wants_vectors = called not in _VALUES_ALONE
         if self._wants_vectors:
             return result
@@ -131,13 +149,7 @@ class ModeBits:
         """
         vectors, self.vectors = self.vectors, []
         if vectors and self._wants_vectors == all(each.expired() for each in vectors):
-            raise UsageError(
-                "it is unknown whether torch.linalg.svdvals, eigvalsh or eigvals (also in cond, matrix_rank, "
-                "svd(compute_uv=False), norms of singular values) was called on a tensor that needs no "
-                "gradient, and recording operations would change its bits: call it by its global name "
-                "(torch.linalg.svdvals), or outside of what is recomputed or planned and of checkpoint_loop's "
-                "step 0, or give Stash(recompute=False)"
-            )
+            raise UsageError(_UNKNOWN)
 
 
 def _called_name(frame: FrameType) -> str:
@@ -185,6 +197,15 @@ def _found(names: list[dis.Instruction], frame: FrameType) -> Any:
             return None
         found = getattr(found, each.argval, None)
     return found
+
+
+def _is_in_transform(frame: FrameType | None) -> bool:
+    """Return whether a transform of ``torch.func`` calls ``frame``."""
+    while frame is not None:
+        if str(frame.f_globals.get("__name__", "")).startswith("torch._functorch"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _instruction(frame: FrameType) -> tuple[int, int]:

@@ -74,6 +74,8 @@ class Codec(ABC):
 
 def integers(values: Tensor) -> Tensor:
     """Return the same memory as integers of the elements' size; complex128 gives two integers per element."""
+    if values.dim() == 0:
+        values = values.reshape(1)  # two integers need a dimension
     return values.view(_INTEGERS[values.element_size()])
 
 

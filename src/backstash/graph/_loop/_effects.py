@@ -24,11 +24,11 @@ from torch.autograd.function import BackwardCFunction
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ..._recompute.operations import place_of
-from ..._torch.dispatch import SilentMode, put_back, take_off, with_lazy_bits
+from ..._torch.dispatch import SilentMode, dual_level, put_back, take_off, with_lazy_bits
 from ..._torch.dynamo import leave_untraced
 from ..._torch.engine import current_node, task_or_none
 from ..._torch.hook_dicts import call_before_hooks
-from ..._torch.mode_bits import ModeBits
+from ..._torch.mode_bits import NODES_THAT_DIFFER, ModeBits
 from ..._torch.module_parts import own_buffers, set_buffer
 from ..._torch.schemas import has_complex, operation_of, tensors_of
 from ..._torch.storages import keep_identity, storage_identity, storage_of
@@ -36,10 +36,6 @@ from ..._torch.tensors import is_wrapper_subclass
 from ...errors import UsageError
 
 __all__ = ["Effects"]
-
-# Nodes that compute differently while a dispatch mode is active. Of all operators that PyTorch lists for its
-# own tests (``op_db``), only these do, in torch 2.13.
-_OTHERWISE = frozenset(("ProdBackward0", "ProdBackward1", "CumprodBackward0", "LinalgDetBackward0"))
 
 
 class Effects(SilentMode):
@@ -158,7 +154,12 @@ class Effects(SilentMode):
         if operation.writes or operation.train_at >= 0:
             for tensor in operation.written(args, kwargs):
                 self._note(tensor)
-        if operation.is_seen_by_bits or operation.makes_bits or has_complex(args):
+        if (
+            operation.is_seen_by_bits
+            or operation.makes_bits
+            or has_complex(args)
+            or dual_level() >= 0
+        ):
             with with_lazy_bits():
                 result = func(*args, **kwargs)
                 if operation.is_seen_by_bits:
@@ -171,7 +172,7 @@ class Effects(SilentMode):
 
     def _look_at_node(self, node: Any) -> None:
         name = type(node).__name__
-        if name in _OTHERWISE and node is not self._left:
+        if name in NODES_THAT_DIFFER and node is not self._left:
             raise UsageError(
                 f"{name} inside the step computes differently while checkpoint_loop records the writes "
                 "of the step: it reads tensors that were saved under the step's own hooks, before the "
