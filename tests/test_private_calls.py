@@ -47,6 +47,7 @@ USED = {
         "torch._C._accelerator_isAllocatorInitialized",
     },
     "dispatch.py": {
+        "_current_level",
         "_schema",
         "torch._C.DisableTorchFunction",
         "torch._C.DisableTorchFunctionSubclass",
@@ -134,7 +135,12 @@ USED = {
         "torch._C._autograd",
     },
     "host_memory.py": {"_host_emptyCache", "torch._C"},
-    "mode_bits.py": {"torch.ops.aten._linalg_eigvals.default"},
+    "mode_bits.py": {
+        "_batch_norm_with_update",
+        "_native_batch_norm_legit",
+        "torch._functorch",
+        "torch.ops.aten._linalg_eigvals.default",
+    },
     "module_parts.py": {
         "_buffers",
         "_checkpoint_wrapped_module",

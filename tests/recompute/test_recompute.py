@@ -1630,6 +1630,29 @@ def test_a_forward_with_dual_numbers_is_not_recorded():
     assert any("forward-mode AD" in reason for reason in stash.stats().left)
 
 
+@pytest.mark.parametrize(
+    "of",
+    [
+        lambda t: F.layer_norm(t, (8,)),
+        lambda t: F.group_norm(t, 2),
+        lambda t: F.instance_norm(t),
+        lambda t: F.batch_norm(t, None, None, training=True),
+        lambda t: t.prod(0),
+    ],
+    ids=["layer", "group", "instance", "batch", "prod"],
+)
+def test_tangents_that_differ_are_refused(of):
+    class Net(nn.Module):
+        def forward(self, x):
+            return (torch.func.jvp(of, (x.sin(),), (x.cos(),))[1] * 2).exp()
+
+    net, x = Net(), torch.randn(4, 8, 8, requires_grad=True)
+    stash = stash_of()
+    with stash.recompute(net), pytest.raises(UsageError, match="computes the tangent of aten"):
+        net(x)
+    assert not dispatch_modes()
+
+
 def test_a_discarded_complex_number():
     class Net(nn.Module):
         def forward(self, x):

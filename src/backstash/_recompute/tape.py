@@ -100,6 +100,10 @@ _NODE = (
     "torch.func.vjp, jacrev or hessian). Compute it outside of what is recomputed or planned, or give "
     "Stash(recompute=False)"
 )
+_TANGENT = (
+    "forward-mode AD inside of a forward computes the tangent of {} differently while the forward is recorded: "
+    "compute it outside of what is recomputed or planned, or give Stash(recompute=False)"
+)
 _OTHER_STREAM = "it was made on another stream"
 _ANY_ORDER = "{} may add in a different order each time"
 PLAIN = frozenset((Tensor, torch.nn.Parameter))
@@ -186,8 +190,11 @@ class Tape(SilentMode):
             or (self.is_of_context and not torch.is_grad_enabled())
         ):
             return self._pass(func, args, kwargs)
-        if self.may_follow and dual_level() >= 0:
-            self._differ()
+        if dual_level() >= 0:
+            if (operations.get(id(func)) or operation_of(func)).has_other_tangents:
+                raise UsageError(_TANGENT.format(func))
+            if self.may_follow:
+                self._differ()
         if self.may_follow:
             operation = operations.get(id(func)) or operation_of(func)
             if not operation.is_view:

@@ -31,7 +31,7 @@ from .dispatch import schema_of
 from .lookup import required
 from .storages import keep_identity, storage_of
 
-__all__ = ["NODES_THAT_DIFFER", "OPERATIONS_SEEN", "ModeBits"]
+__all__ = ["NODES_THAT_DIFFER", "OPERATIONS_SEEN", "TANGENTS_THAT_DIFFER", "ModeBits"]
 
 _FLAG = {"aten::_linalg_svd": 2, "aten::_linalg_eigh": 2}  # the argument that requests vectors
 _VALUES = {
@@ -44,6 +44,14 @@ NODES_THAT_DIFFER = frozenset(
 )
 """Nodes that compute differently while a dispatch mode is active: of all operators in ``op_db``, those of torch
 2.13."""
+TANGENTS_THAT_DIFFER = frozenset(
+    (
+        "native_layer_norm", "native_group_norm", "native_batch_norm", "_native_batch_norm_legit",
+        "_batch_norm_with_update", "cudnn_batch_norm", "miopen_batch_norm", "prod",
+    )
+)  # fmt: skip
+"""Operations of which forward-mode AD computes the tangent differently: in ``op_db``, those of torch 2.13 (and
+two for GPUs)."""
 OPERATIONS_SEEN = frozenset(("clone", *(each.partition("::")[2] for each in _VALUES)))
 """The names of the operations that :class:`ModeBits` has to see."""
 _CLONE = torch.ops.aten.clone.default

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .dispatch import has_kernels, schema_of
-from .mode_bits import OPERATIONS_SEEN
+from .mode_bits import OPERATIONS_SEEN, TANGENTS_THAT_DIFFER
 
 __all__ = [
     "ALLOCATES",
@@ -127,6 +127,7 @@ class Operation:
         "dropout",
         "fills",
         "func",
+        "has_other_tangents",
         "is_allocation",
         "is_product",
         "is_random",
@@ -158,6 +159,7 @@ class Operation:
         self.is_allocation = base in _ALLOCATIONS
         self.is_seen_by_bits = base in OPERATIONS_SEEN
         """Whether :class:`~.mode_bits.ModeBits` has to see it."""
+        self.has_other_tangents = base in TANGENTS_THAT_DIFFER
         self.fills = base in _FILLS
         self.train_at = OF_TRAINING.get(base, -1)
         self.dropout: tuple[int | str, ...] = ()
