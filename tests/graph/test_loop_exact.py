@@ -597,3 +597,27 @@ def test_singular_values_of_conjugate_and_negative_views(of: Callable[[Tensor], 
         return [end, *torch.autograd.grad(end.sum(), x)]
 
     check(run, {"schedule": Binomial(2)})
+
+
+def test_forward_mode_in_a_step() -> None:
+    """Of zero tangents, which have no memory; tangents that would differ are refused."""
+    index, ones = torch.tensor([0, 1]), torch.ones(2, 4)
+
+    def run(loop: Any, inner: Any) -> list[Any]:
+        (x,) = tensors((5, 4))
+
+        def step(state: Tensor) -> Tensor:
+            return torch.func.jvp(inner, (state.sin(),), (state.cos(),))[1] * state
+
+        end = loop(step, x, 4)
+        return [end, *torch.autograd.grad(end.sum(), x)]
+
+    check(
+        functools.partial(run, inner=lambda t: t.index_add(0, index, ones, alpha=2)),
+        {"schedule": Binomial(2)},
+    )
+    with pytest.raises(UsageError, match="computes the tangent of aten"):
+        run(
+            functools.partial(checkpoint_loop, schedule=Binomial(2)),
+            lambda t: F.layer_norm(t, (4,)),
+        )

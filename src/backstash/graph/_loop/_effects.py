@@ -151,6 +151,12 @@ class Effects(SilentMode):
             self._bits.look()
         if task_or_none() != self._task:
             self._look_at_node(current_node())
+        in_forward_mode = dual_level() >= 0
+        if in_forward_mode and operation.has_other_tangents:
+            raise UsageError(
+                f"forward-mode AD computes the tangent of {func} differently while checkpoint_loop records the "
+                "writes of the step: compute it outside of the loop"
+            )
         if operation.writes or operation.train_at >= 0:
             for tensor in operation.written(args, kwargs):
                 self._note(tensor)
@@ -158,7 +164,7 @@ class Effects(SilentMode):
             operation.is_seen_by_bits
             or operation.makes_bits
             or has_complex(args)
-            or dual_level() >= 0
+            or in_forward_mode
         ):
             with with_lazy_bits():
                 result = func(*args, **kwargs)
