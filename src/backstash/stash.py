@@ -544,6 +544,9 @@ class Stash:
                 False
             ):  # tensors made in inference mode have no version to check
                 return self.unpack(packed)
+        if kind is Held:
+            packed = packed.call.value(packed)
+            kind = type(packed)
         if kind is tuple and packed[0]._version == packed[1]:  # nearly every other tensor in place
             tensor = packed[0]
             return tensor if type(current_node()) in RETURNS_NONE else hand_out(tensor)
@@ -560,8 +563,6 @@ class Stash:
             view = view.detach()  # a view would keep its base alive
             # If it was loaded for this use alone, its memory has no other owner.
             return hand_out(view) if has_other_owners(view) else view
-        if kind is Held:
-            return self.unpack(packed.call.value(packed))
         if kind is WrapperEntry:
             rebuilt: Tensor = packed.rebuild(self.unpack)
             return rebuilt if type(current_node()) in RETURNS_NONE else hand_out(rebuilt)

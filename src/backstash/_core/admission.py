@@ -194,8 +194,8 @@ class Admission:
 
         def pack(tensor: Tensor) -> object:
             nonlocal left_bytes
-            base = tensor._base
-            if tensor.is_leaf or (base is not None and (base.is_leaf or type(base) is not Tensor)):
+            root = tensor if tensor._base is None else tensor._base
+            if type(root) is nn.Parameter or (root.is_leaf and root.requires_grad):
                 kept = None if self.closed else self.keep_parameter(tensor, thread_state)
                 if kept is not None:
                     return kept
@@ -264,8 +264,8 @@ class Admission:
             thread_state.nested_saves += 1
             thread_state.nested_bytes += _nbytes_of(tensor)
             return _in_place(tensor, NESTED)
-        base = tensor._base
-        if tensor.is_leaf or (base is not None and (base.is_leaf or type(base) is not Tensor)):
+        root = tensor if tensor._base is None else tensor._base
+        if type(root) is nn.Parameter or (root.is_leaf and root.requires_grad):
             kept = self.keep_parameter(tensor, thread_state)
             if kept is not None:
                 return kept

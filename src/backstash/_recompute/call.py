@@ -181,8 +181,8 @@ class Call:
             discard = route.saves[number]
             if tape.discards(discard, tensor) and task_or_none() == self._task:
                 return self._discard_as(discard, tensor, tape)
-        base = tensor._base
-        if tensor.is_leaf or (base is not None and (base.is_leaf or type(base) is not Tensor)):
+        root = tensor if tensor._base is None else tensor._base
+        if type(root) is nn.Parameter or (root.is_leaf and root.requires_grad):
             kept = self.region.admission.keep_parameter(tensor, self._thread_state)
             if kept is not None:
                 self._thread_state.saves += 1
@@ -283,10 +283,13 @@ class Call:
     def _hold_operand(self, tensor: Tensor, is_random: bool) -> object:
         if not (tensor.is_leaf or self._is_paused):
             self._pause()
-        packed = self.region.admission.keep_parameter(tensor, self._thread_state)
-        if packed is not None:
-            return packed
-        self._pause()
+        root = tensor if tensor._base is None else tensor._base
+        if type(root) is nn.Parameter or (root.is_leaf and root.requires_grad):
+            packed = self.region.admission.keep_parameter(tensor, self._thread_state)
+            if packed is not None:
+                return packed
+        if not self._is_paused:
+            self._pause()
         packs = self._may_pack(tensor, is_random=is_random)
         pack = self._pack_smaller if packs else self._pack_exact
         modules = self._modules_that_saved(tensor)
@@ -349,7 +352,8 @@ class Call:
         self._discarded += 1
         if number != self._sampled and not (tensor.is_cpu or self._is_thorough):
             return None
-        self._pause()
+        if not self._is_paused:
+            self._pause()
         tiers = region.tiers_of(tensor.device)
         if tiers is None:
             return region.sample(tensor)
@@ -372,7 +376,8 @@ class Call:
 
     def _settle(self, tape: ForwardTape) -> None:
         """Discard the tensors that were filled after they were saved."""
-        self._pause()
+        if not self._is_paused:
+            self._pause()
         while self._filled:
             # The others stay in the list: this one may hold one of them as an operand.
             held, tensor, number, modules = self._filled.pop(0)

@@ -48,6 +48,10 @@ Place = tuple[Any, ...]
 _MOST_COPIED_BYTES = 64 << 10
 
 
+class Ints(list[int]):
+    """A list of integers among an operation's arguments, which has no operands."""
+
+
 def flat(result: Any) -> list[Tensor]:
     """As :func:`tensors_of`, in one call for most results."""
     found: list[Tensor] = []

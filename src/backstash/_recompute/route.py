@@ -25,6 +25,7 @@ from .._torch.schemas import has_complex
 from .._torch.storages import storage_identity
 from .._torch.streams import current_stream
 from .operations import (
+    Ints,
     Made,
     Memory,
     Needs,
@@ -156,6 +157,8 @@ class Route:
             known.is_first = state not in self._seen
             self._seen.add(state)
             return known
+        if kind is Ints:
+            return argument
         if kind is list or kind is tuple:
             return kind([self._known(each) for each in argument])
         if kind is not Scratch and not isinstance(argument, _CONSTANTS):
@@ -309,8 +312,14 @@ class ForwardTape(Tape):  # type: ignore[no-untyped-call]
         for value, known in pairs:
             if value is known:
                 continue
-            if type(known) is not Known or type(value) not in PLAIN:
-                if type(known) is Known or not self._is_same(value, known):
+            kind = type(known)
+            if kind is not Known or type(value) not in PLAIN:
+                if kind is Ints:
+                    if type(value) is not list or value != known:
+                        return False
+                elif kind is float and type(value) is float and value and value == known:
+                    continue  # 0.0 is not -0.0: see _is_same()
+                elif kind is Known or not self._is_same(value, known):
                     return False
                 continue
             try:

@@ -57,6 +57,7 @@ from .._torch.storages import storage_identity
 from ..errors import UsageError
 from .declared import is_declared
 from .operations import (
+    Ints,
     Made,
     Memory,
     Needs,
@@ -341,7 +342,7 @@ class Tape(SilentMode):
         found: list[WriteOp] = []
         for place in places:
             given = argument_of(args, kwargs, place)
-            tensors = [*tensors_of(given)]
+            tensors = [given] if isinstance(given, Tensor) else [*tensors_of(given)]
             if len(tensors) > 1 or (tensors and given is not tensors[0]):
                 reason = reason or f"{operation.name} writes to several tensors"
             for tensor in tensors:
@@ -516,6 +517,9 @@ class Tape(SilentMode):
                 else:
                     value = self._operand(value, op, is_read=place not in unread)
                 kinds.append(value.kind)
+            elif kind is list and all(type(each) is int for each in value):
+                value = Ints(value)
+                kinds.append(tuple("-1" if each == -1 else each for each in value))
             elif kind is list or kind is tuple:
                 inner: list[Any] = []
                 value = kind(self._operands([(-1, each) for each in value], op, inner))
