@@ -136,7 +136,9 @@ USED = {
     },
     "host_memory.py": {"_host_emptyCache", "torch._C"},
     "mode_bits.py": {
+        "_autograd_grad",
         "_batch_norm_with_update",
+        "_jvp_with_argnums",
         "_native_batch_norm_legit",
         "torch._functorch",
         "torch.ops.aten._linalg_eigvals.default",

@@ -616,8 +616,12 @@ def test_forward_mode_in_a_step() -> None:
         functools.partial(run, inner=lambda t: t.index_add(0, index, ones, alpha=2)),
         {"schedule": Binomial(2)},
     )
+    check(functools.partial(run, inner=lambda t: F.layer_norm(t, (4,))), {"schedule": Binomial(2)})
+
+    def dual(state: Tensor) -> Tensor:
+        with torch.autograd.forward_ad.dual_level():
+            given = torch.autograd.forward_ad.make_dual(state.detach(), state.cos())
+            return state * torch.autograd.forward_ad.unpack_dual(F.layer_norm(given, (4,))).tangent
+
     with pytest.raises(UsageError, match="computes the tangent of aten"):
-        run(
-            functools.partial(checkpoint_loop, schedule=Binomial(2)),
-            lambda t: F.layer_norm(t, (4,)),
-        )
+        checkpoint_loop(dual, tensors((5, 4))[0], 4, schedule=Binomial(2))

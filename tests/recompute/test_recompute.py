@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd import forward_ad
 from torch.func import functional_call
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -1641,16 +1642,57 @@ def test_a_forward_with_dual_numbers_is_not_recorded():
     ],
     ids=["layer", "group", "instance", "batch", "prod"],
 )
-def test_tangents_that_differ_are_refused(of):
+@pytest.mark.parametrize("by", ["region", "policy", "policy, without a graph"])
+def test_tangents_that_differ_are_refused(of, by, tmp_path):
     class Net(nn.Module):
         def forward(self, x):
-            return (torch.func.jvp(of, (x.sin(),), (x.cos(),))[1] * 2).exp()
+            h = x.sin()
+            with forward_ad.dual_level(), torch.set_grad_enabled("without" not in by):
+                tangent = forward_ad.unpack_dual(
+                    of(forward_ad.make_dual(h.detach(), h.cos()))
+                ).tangent
+            return (h * tangent).exp()
 
     net, x = Net(), torch.randn(4, 8, 8, requires_grad=True)
-    stash = stash_of()
-    with stash.recompute(net), pytest.raises(UsageError, match="computes the tangent of aten"):
-        net(x)
+    recompute = None if by == "region" else lambda saved: Action("recompute")
+    stash = Stash(disk=tmp_path, min_bytes=0, policy=recompute)
+    with stash.recompute(net) if by == "region" else nullcontext(), stash:
+        with pytest.raises(UsageError, match="computes the tangent of aten"):
+            net(x)
     assert not dispatch_modes()
+
+
+def by_jvp(of):
+    return lambda h: torch.func.jvp(of, (h,), (h.cos(),))[1]
+
+
+EXACT_TRANSFORMS = [
+    by_jvp(lambda t: F.layer_norm(t, (8,))),
+    by_jvp(lambda t: F.group_norm(t[:, :, None], 2)[:, :, 0]),
+    by_jvp(lambda t: F.batch_norm(t, None, None, training=True)),
+    by_jvp(lambda t: t.prod(0)),
+    torch.func.jacfwd(lambda t: F.layer_norm(t, (8,)).sum(0)),
+    torch.func.grad(lambda t: t.prod(1).sum()),
+    torch.func.grad(lambda t: t.cumprod(1).sum()),
+    torch.func.grad(lambda t: t.det()),
+    torch.vmap(torch.func.grad(lambda t: t.prod(0))),
+    by_jvp(torch.func.grad(lambda t: t.cumprod(1).sum())),
+]
+
+
+@pytest.mark.parametrize("of", EXACT_TRANSFORMS)
+@pytest.mark.parametrize("by", ["region", "policy"])
+def test_transforms_whose_tensors_are_wrapped_are_exact(of, by, tmp_path):
+    """Then PyTorch's formulas compute the same with a mode as without one."""
+    torch.manual_seed(0)
+    net, x = InnerGradient(lambda h: of(h).sum() * h), torch.randn(8, 8, requires_grad=True)
+    want = bits_of(net.forward, x)
+    recompute = None if by == "region" else lambda saved: Action("recompute")
+    stash = Stash(disk=tmp_path, min_bytes=0, policy=recompute)
+    with stash.recompute(net) if by == "region" else nullcontext():
+        for _ in range(4):
+            with stash:
+                assert are_same(bits_of(net, x), want)
 
 
 def test_a_discarded_complex_number():

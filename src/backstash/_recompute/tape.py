@@ -39,7 +39,7 @@ from .._torch.dispatch import (
     with_lazy_bits,
 )
 from .._torch.engine import current_node, in_backward, queue_callback, task_or_none
-from .._torch.mode_bits import NODES_THAT_DIFFER, ModeBits
+from .._torch.mode_bits import NODES_THAT_DIFFER, ModeBits, is_in_func_grad, is_in_jvp
 from .._torch.modules import is_running
 from .._torch.schemas import (
     ALLOCATES,
@@ -183,6 +183,12 @@ class Tape(SilentMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """See ``TorchDispatchMode``."""
         kwargs = kwargs or {}
+        if (
+            dual_level() >= 0
+            and (operations.get(id(func)) or operation_of(func)).has_other_tangents
+        ):
+            if not is_in_jvp(sys._getframe(1)):
+                raise UsageError(_TANGENT.format(func))
         # In a backward, perhaps on another thread, the tape may still be active. A context's tape skips what is
         # computed without a graph: only saved tensors matter, and version counters show writes to known memory.
         if (
@@ -191,11 +197,8 @@ class Tape(SilentMode):
             or (self.is_of_context and not torch.is_grad_enabled())
         ):
             return self._pass(func, args, kwargs)
-        if dual_level() >= 0:
-            if (operations.get(id(func)) or operation_of(func)).has_other_tangents:
-                raise UsageError(_TANGENT.format(func))
-            if self.may_follow:
-                self._differ()
+        if self.may_follow and dual_level() >= 0:
+            self._differ()
         if self.may_follow:
             operation = operations.get(id(func)) or operation_of(func)
             if not operation.is_view:
@@ -239,7 +242,7 @@ class Tape(SilentMode):
             self._bits.look()
         if task_or_none() not in (-1, self._task):
             name = type(current_node()).__name__
-            if name in NODES_THAT_DIFFER:  # of other nodes, only the tensors are those of a mode
+            if name in NODES_THAT_DIFFER and not is_in_func_grad(sys._getframe(2)):
                 raise UsageError(_NODE.format(name))
         with with_lazy_bits():
             result = func(*args, **kwargs)

@@ -31,7 +31,14 @@ from .dispatch import schema_of
 from .lookup import required
 from .storages import keep_identity, storage_of
 
-__all__ = ["NODES_THAT_DIFFER", "OPERATIONS_SEEN", "TANGENTS_THAT_DIFFER", "ModeBits"]
+__all__ = [
+    "NODES_THAT_DIFFER",
+    "OPERATIONS_SEEN",
+    "TANGENTS_THAT_DIFFER",
+    "ModeBits",
+    "is_in_func_grad",
+    "is_in_jvp",
+]
 
 _FLAG = {"aten::_linalg_svd": 2, "aten::_linalg_eigh": 2}  # the argument that requests vectors
 _VALUES = {
@@ -205,6 +212,32 @@ def _found(names: list[dis.Instruction], frame: FrameType) -> Any:
             return None
         found = getattr(found, each.argval, None)
     return found
+
+
+def is_in_func_grad(frame: FrameType | None) -> bool:
+    """Return whether ``frame`` is of a backward that ``torch.func.grad`` runs itself. Then all its nodes read
+    wrapped tensors, with which formulas compute the same whether a mode is active or not. A backward that
+    ``torch.func.vjp`` returned may run after the tensors were unwrapped."""
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__", ""))
+        if not module.startswith("torch.") or module.startswith("torch._functorch"):
+            break
+        frame = frame.f_back
+    if frame is None or frame.f_code.co_name != "_autograd_grad" or frame.f_back is None:
+        return False
+    return _is_transform_s(frame.f_back, "grad_and_value_impl")
+
+
+def is_in_jvp(frame: FrameType | None) -> bool:
+    """Return whether ``torch.func.jvp`` calls ``frame``. Then all tensors with a tangent are wrapped."""
+    while frame is not None and not _is_transform_s(frame, "_jvp_with_argnums"):
+        frame = frame.f_back
+    return frame is not None
+
+
+def _is_transform_s(frame: FrameType, name: str) -> bool:
+    is_named = frame.f_code.co_name == name
+    return is_named and str(frame.f_globals.get("__name__", "")).startswith("torch._functorch")
 
 
 def _is_in_transform(frame: FrameType | None) -> bool:

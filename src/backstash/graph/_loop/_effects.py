@@ -13,6 +13,7 @@ the step, the mode is removed for each node that unpacks what it saved: see :met
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -28,7 +29,7 @@ from ..._torch.dispatch import SilentMode, dual_level, put_back, take_off, with_
 from ..._torch.dynamo import leave_untraced
 from ..._torch.engine import current_node, task_or_none
 from ..._torch.hook_dicts import call_before_hooks
-from ..._torch.mode_bits import NODES_THAT_DIFFER, ModeBits
+from ..._torch.mode_bits import NODES_THAT_DIFFER, ModeBits, is_in_jvp
 from ..._torch.module_parts import own_buffers, set_buffer
 from ..._torch.schemas import has_complex, operation_of, tensors_of
 from ..._torch.storages import keep_identity, storage_identity, storage_of
@@ -152,7 +153,7 @@ class Effects(SilentMode):
         if task_or_none() != self._task:
             self._look_at_node(current_node())
         in_forward_mode = dual_level() >= 0
-        if in_forward_mode and operation.has_other_tangents:
+        if in_forward_mode and operation.has_other_tangents and not is_in_jvp(sys._getframe(1)):
             raise UsageError(
                 f"forward-mode AD computes the tangent of {func} differently while checkpoint_loop records the "
                 "writes of the step: compute it outside of the loop"
