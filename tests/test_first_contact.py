@@ -33,7 +33,7 @@ def test_disk_true_is_a_directory_of_this_machine(monkeypatch: pytest.MonkeyPatc
         assert repr(found[0]) in repr(stash)
     loss.backward()
     stash.close()
-    monkeypatch.setattr("backstash.stash.scratch", lambda: None)
+    monkeypatch.setattr("backstash.scratch.scratch", lambda: None)
     with pytest.raises(UsageError, match="disk=True: no directory on a disk"):
         Stash(disk=True)
 
