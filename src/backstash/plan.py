@@ -492,10 +492,12 @@ def _left_bytes(trace: Trace, call: TracedRegion, choices: Sequence[str]) -> int
     ``choices`` are those with :data:`LEFT`.
     """
     held = held_blocks(call, choices)
-    if any(choices[each] != LEFT for each in held):
+    if not call.is_closed or any(choices[each] != LEFT for each in held):
         return 0
-    held += [*call.inputs, *call.others]
-    return sum(trace.blocks[each].nbytes for each in {*held}) + call.small_bytes
+    before = *call.inputs, *call.others
+    if any(choices[each] not in ("keep", LEFT) for each in before):
+        return 0  # the call saves these, too, and would hold memory that has moved
+    return sum(trace.blocks[each].nbytes for each in {*held, *before}) + call.small_bytes
 
 
 def _check_choices(runs: Sequence[tuple[str, int]], whole: int, names: Collection[str]) -> None:

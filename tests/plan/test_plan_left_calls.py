@@ -18,7 +18,7 @@ from backstash._plan.solve import follow, whole_calls
 from backstash._plan.table import REGION, Problem, left_blocks
 from backstash._plan.trace import Links, Moment, Option, RegionCut, Trace, TracedBlock, TracedRegion
 from backstash.errors import InplaceError
-from backstash.plan import StepFigures
+from backstash.plan import StepFigures, _planned_regions
 from backstash.testing import CountedDevice, stash_on
 from counted_memory import MIB, OTHER, CountedMemory
 
@@ -291,6 +291,24 @@ def test_which_blocks_of_recomputed_calls_are_left():
     taken = problem.taken([*part[:10], "disk", "keep"])
     free = [at for at, each in enumerate(taken) if not each.save_seconds]
     assert free == [0, 1, 2, 3, 4, 5, 6, 7, 8, 11], "the last is after all that moves"
+
+
+def test_a_recomputed_call_whose_input_moves_is_managed():
+    """Also one that holds nothing else: it saves its input, and would hold its memory."""
+    trace = trace_of_calls()
+
+    def left_bytes(choices, regions=trace.regions):
+        (found,) = _planned_regions(replace(trace, regions=regions), choices, {})
+        return found.left_bytes
+
+    again = [REGION if at % 3 else "keep" for at in range(12)]
+    assert left_bytes(again) == (MIB,) * 4, "its input"
+    assert left_bytes(["disk", *again[1:]]) == (0, MIB, MIB, MIB)
+    assert left_bytes(["left", *again[1:]]) == (MIB,) * 4, "another call, which is left, holds it"
+    first, second, *others = trace.regions
+    saves = replace(first, others=(3,)), replace(second, is_closed=False), *others
+    assert left_bytes(again, saves) == (2 * MIB, 0, MIB, MIB)
+    assert left_bytes([*again[:3], "disk", *again[4:]], saves) == (0, 0, MIB, MIB)
 
 
 def test_as_few_whole_calls_as_the_budget_allows():
