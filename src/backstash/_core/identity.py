@@ -1,8 +1,8 @@
 """Identity: which block has the bytes of a saved tensor.
 
-Storages are known by what PyTorch calls them by, which cannot be used again while they are known, and by their
-version. A block has the bytes of the storage that it was made of. If memory may have been written without a new
-version, bytes are compared. ``docs/explanation/exactness.md`` has the cases.
+A storage is looked up by its identity, which PyTorch cannot give to another storage while a weak reference is
+held, and by its version. A block has the bytes of the storage that it was made of. If the memory may have been
+written without a new version, the bytes are compared. ``docs/explanation/exactness.md`` has the cases.
 """
 
 from __future__ import annotations

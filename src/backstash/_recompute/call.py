@@ -440,7 +440,7 @@ class Call:
     def _compare(
         self, unknown: list[tuple[Held, Tensor, int]], tape: Tape, timed: Timed | None
     ) -> str:
-        """Compute it again, and let go of what is the same. Why some is not; ``""``: all is."""
+        """Replay what was discarded and free what compares equal. Return why some of it does not, or ``""``."""
         region = self.region
         # Skip tensors changed in place: using them in backward is an error in plain PyTorch, too.
         same = [each for each in unknown if each[1]._version == each[2]]

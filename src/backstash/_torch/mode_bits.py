@@ -125,9 +125,8 @@ class ModeBits:
         if called in _WITH_VECTORS:
             return result
         if _is_in_transform(caller):
-            raise UsageError(
-                _UNKNOWN
-            )  # its wrapper of the tensor, if there is one, requests vectors
+            # Its wrapper of the tensor would request vectors, and it is not seen whether there is one.
+            raise UsageError(_UNKNOWN)
         self.vectors = [_weak(each) for place, each in enumerate(result) if place != at]
         self._wants_vectors = called not in _VALUES_ALONE
         if self._wants_vectors:
