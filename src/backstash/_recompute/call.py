@@ -44,8 +44,9 @@ __all__ = ["Call", "put_back"]
 _OTHER_BITS = "recomputing it gives different bits"
 
 
-_Saved = tuple["Held", Tensor, int, list[nn.Module]]
-"""A tensor that was saved, with the number of the save in its call, and the modules that were running."""
+_Saved = tuple["Held", Tensor, int, "list[nn.Module] | None"]
+"""A tensor that was saved, with the number of the save in its call, and the modules that were running; ``None``
+for one that a route is expected to discard, which does not need them."""
 
 
 class Call:
@@ -125,7 +126,7 @@ class Call:
 
     def __call__(self, tensor: Tensor) -> object:
         """Pack a tensor that autograd saves while the module runs."""
-        tape, planned = self.tape, self._planned
+        tape, thread_state = self.tape, self._thread_state
         assert tape is not None
         if self._saved is not None:
             try:
@@ -135,24 +136,21 @@ class Call:
             else:
                 self._saved.add((identity, tensor._version))
         was_recording, tape.is_recording = tape.is_recording, False
-        saved_bytes = self._thread_state.large_bytes
         try:
             # What is discarded does not reach the stash's hook, which otherwise does this.
-            state = self._thread_state
-            if state.waiting and state.operation != sequence_number():
+            if thread_state.waiting and thread_state.operation != sequence_number():
                 if not self.region.session.section.is_nested():
                     self._pause()
-                    self.region.admission.settle(state)
+                    self.region.admission.settle(thread_state)
             if self._filled:
                 self._settle(tape)
-            if planned is None or planned.forward is None:
-                return self._save(tensor, tape)
-            began = planned.hook_begins()
-            try:
-                return self._save(tensor, tape)
-            finally:
-                planned.hook_took(began)
-                self._leave_out(saved_bytes, tensor)
+            number, self._count = self._count, self._count + 1
+            if self._keeps:
+                return self._save_recorded(tensor, number, tape)
+            discard = tape.discards.get(number)
+            if discard is not None and tape.is_as(discard, tensor) and task_or_none() == self._task:
+                return self._discard_as(discard, tensor, tape)
+            return self._save(tensor, number, tape)
         finally:
             if self._is_paused:
                 self._is_paused = False
@@ -175,12 +173,18 @@ class Call:
             nbytes = 0
         self._thread_state.leave_out(self._thread_state.large_bytes - since - nbytes)
 
-    def _save(self, tensor: Tensor, tape: ForwardTape) -> object:
-        number, self._count = self._count, self._count + 1
-        if (route := tape.route) is not None and number in route.saves:
-            discard = route.saves[number]
-            if tape.discards(discard, tensor) and task_or_none() == self._task:
-                return self._discard_as(discard, tensor, tape)
+    def _save_recorded(self, tensor: Tensor, number: int, tape: ForwardTape) -> object:
+        """Save as :meth:`_save` does, in a step that is recorded."""
+        planned, saved_bytes = self._planned, self._thread_state.large_bytes
+        assert planned is not None
+        began = planned.hook_begins()
+        try:
+            return self._save(tensor, number, tape)
+        finally:
+            planned.hook_took(began)
+            self._leave_out(saved_bytes, tensor)
+
+    def _save(self, tensor: Tensor, number: int, tape: ForwardTape) -> object:
         root = tensor if tensor._base is None else tensor._base
         if type(root) is nn.Parameter or (root.is_leaf and root.requires_grad):
             kept = self.region.admission.keep_parameter(tensor, self._thread_state)
@@ -190,6 +194,12 @@ class Call:
         if type(tensor) is not Tensor or task_or_none() != self._task:
             # A backward within the forward that retains its graph saves the tensors it unpacked.
             return self._pack_own(tensor)
+        try:
+            nbytes = tensor.untyped_storage().nbytes()
+        except (NotImplementedError, RuntimeError):  # see storage_of()
+            return self._pack_own(tensor)
+        if nbytes < self.region.session.min_bytes and not tensor.requires_grad:
+            return self._pack_own(tensor)  # see may_discard()
         state = tape.state_of(tensor)
         if state is None or reason_to_stay(tensor):
             return self._pack_own(tensor)
@@ -201,24 +211,28 @@ class Call:
         if not self.region.admission.may_discard(tensor):
             return self._pack_own(tensor)
         held = Held(self, state, place_of(tensor), tensor)
-        if not self._is_paused:
-            self._pause()
         if not tensor.requires_grad:
             # An operation may save a tensor before it fills it: check it when the operation has ended.
-            held.packed = tensor.detach(), tensor._version
-            self._unfilled.append((held, tensor, number, running_modules()))
+            held.packed = tensor, tensor._version
+            modules = running_modules() if number not in tape.discards else None
+            self._unfilled.append((held, tensor, number, modules))
             tape.recorded = self._note_filled
             return held
+        if not self._is_paused:
+            self._pause()
         return self._handled(held, tensor, number, tape)
 
-    def _discard_as(self, discard: Discard, tensor: Tensor, tape: ForwardTape) -> object:
-        """Discard a tensor as the route says."""
+    def _discard_as(
+        self, discard: Discard, tensor: Tensor, tape: ForwardTape, held: Held | None = None
+    ) -> object:
+        """Discard a tensor as the route says. ``held``: what autograd holds for it already."""
         needs = tape.hold_for(discard, self._hold_operand, self._saved)
         if isinstance(needs, str):
             return self._refuse(tensor, needs)
         state = discard.state
-        held = Held(self, state, discard.place, tensor)
-        held.needs = needs
+        if held is None:
+            held = Held(self, state, discard.place, tensor)
+        held.packed, held.needs = None, needs
         if self._discarded == self._sampled or self._is_thorough or tensor.is_cpu:
             held.fingerprint = self._sample(tensor)
         else:
@@ -323,18 +337,11 @@ class Call:
         reason = region.refused.get(state.key, "")
         if reason:
             return reason
-        discard = tape.discard_of(number, state, held.place)
-        if discard is not None:
-            needs = tape.hold_for(discard, self._hold_operand, self._saved)
-            if isinstance(needs, str):
-                return needs
-            held.needs = needs
-        else:
-            reason = tape.want(state, self._hold_operand, self._saved)
-            if reason:
-                return reason
-            held.needs = tape.needs_of(state)
-            tape.note_discarded(number, state, held.place)
+        reason = tape.want(state, self._hold_operand, self._saved)
+        if reason:
+            return reason
+        held.needs = tape.needs_of(state)
+        tape.note_discarded(number, state, held.place)
         if state.key in region.known:
             held.packed = None
             held.fingerprint = self._sample(tensor)
@@ -382,9 +389,15 @@ class Call:
             # The others stay in the list: this one may hold one of them as an operand.
             held, tensor, number, modules = self._filled.pop(0)
             if held.packed[1] != tensor._version:
-                continue  # changed in place, which is an error in plain PyTorch, too
-            with as_if_running(modules):
-                packed = self._handled(held, tensor, number, tape)
+                # Changed in place, which is an error in plain PyTorch, too. It may have a graph now.
+                held.packed = tensor.detach(), held.packed[1]
+                continue
+            discard = tape.discard_of(number, held)
+            if discard is not None:
+                packed = self._discard_as(discard, tensor, tape, held)
+            else:
+                with as_if_running(modules):
+                    packed = self._handled(held, tensor, number, tape)
             if packed is not held:
                 held.packed = packed
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import MutableMapping
+from collections.abc import Iterable, MutableMapping
 from typing import Any
 
 import torch
@@ -60,12 +60,13 @@ class ContextTape(Tape):  # type: ignore[no-untyped-call]
             state.depth = _depth(op)
         return state
 
-    def _begin_write(self, write: WriteOp) -> None:
-        write.memory.writes += 1
-        write.memory.state.is_over = True
-        known = write.memory.state.outside
-        for each in list(known.values()) if known is not None else ():
-            each.is_lost = each.copy is None
+    def _begin_writes(self, writes: Iterable[WriteOp]) -> None:
+        for write in writes:
+            write.memory.writes += 1
+            write.memory.state.is_over = True
+            known = write.memory.state.outside
+            for each in list(known.values()) if known is not None else ():
+                each.is_lost = each.copy is None
 
     def _forget(self, operation: Operation, args: Any, kwargs: Any) -> None:
         if operation.writes:

@@ -31,6 +31,7 @@ __all__ = [
     "RawStep",
     "Scratch",
     "State",
+    "Write",
     "WriteOp",
     "copied",
     "fingerprint_of",
@@ -253,6 +254,11 @@ class WriteOp(NamedTuple):
     """Whether it is a running statistic: not the tape's memory, and written without its schema saying so."""
 
 
+Write = tuple["int | str", bool, bool, State]
+"""A write that was done: the argument, whether it fills its memory, whether it is a running statistic, and the
+new state."""
+
+
 class RawStep(NamedTuple):
     """An operation of a forward of which a route is to be made."""
 
@@ -261,9 +267,8 @@ class RawStep(NamedTuple):
     """Why it cannot be replayed; ``""`` if it can."""
     states: list[State | None]
     """The state of each result that has a memory of its own."""
-    written: list[tuple[int | str, bool, bool, State]]
-    """Of each write: the argument, whether it fills its memory, whether it is a running statistic, and the new
-    state."""
+    written: list[Write]
+    """Its writes."""
     is_plain: bool
     """Whether no operand is complex, and no kernel conjugates."""
     ended: int

@@ -14,12 +14,13 @@ the saves are counted and not the operations.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from .._saved.held import Held
 from .._torch.modules import is_running
 from .._torch.schemas import has_complex
 from .._torch.storages import storage_identity
@@ -35,6 +36,7 @@ from .operations import (
     RawStep,
     Scratch,
     State,
+    Write,
     WriteOp,
     flat,
     place_of,
@@ -109,6 +111,9 @@ class RouteOp:
         """Of its accelerator; -1: of the CPU."""
 
 
+_ABSENT = object()
+
+
 class Discard(NamedTuple):
     """A save that a route discards."""
 
@@ -120,6 +125,9 @@ class Discard(NamedTuple):
     """The operations that read them."""
     after: frozenset[Op]
     """The operations before these: their operands must be held already."""
+
+
+_NO_DISCARDS: Mapping[int, Discard] = {}
 
 
 class Route:
@@ -211,6 +219,8 @@ class ForwardTape(Tape):  # type: ignore[no-untyped-call]
         self.route: Route | None = None
         """The route that it follows."""
         self._at = 0  # the number of the route's operations that it has followed
+        self.discards: Mapping[int, Discard] = _NO_DISCARDS
+        """What the route that it follows discards, by the number of the save."""
         self.saves: dict[int, Discard] = {}
         """What the route that it makes will discard."""
 
@@ -223,7 +233,7 @@ class ForwardTape(Tape):  # type: ignore[no-untyped-call]
             self._key = func, self._kept, *places
             self.route = routes.find(self._key)
             if self.route is not None:
-                self.given = self.route.given
+                self.given, self.discards = self.route.given, self.route.saves
             elif routes.may_add(self._key):
                 self.steps = []
         except (RuntimeError, TypeError):
@@ -234,7 +244,7 @@ class ForwardTape(Tape):  # type: ignore[no-untyped-call]
         """Follow no route from here on."""
         if self.route is not None:
             self.route.misses += 1
-            self.given = self.given.copy()
+            self.given, self.discards = self.given.copy(), _NO_DISCARDS
         self.route, self.may_follow = None, False
         return NotImplemented
 
@@ -257,11 +267,9 @@ class ForwardTape(Tape):  # type: ignore[no-untyped-call]
         in_training = operation.train_at >= 0 and operation.writes_statistics(args)
         if step.written or operation.writes or in_training:
             writes, why = self._writes_of(operation, args, kwargs, "", in_training=in_training)
-            found = [(each.place, each.fills, each.is_statistic) for each in writes]
-            if (why and step.may_replay) or found != [each[:3] for each in step.written]:
+            if (why and step.may_replay) or not _are_as(writes, step.written):
                 return self._differ()
-            for each in writes:
-                self._begin_write(each)
+            self._begin_writes(writes)
         try:
             if step.is_plain:
                 result = func(*args, **kwargs)
@@ -295,7 +303,8 @@ class ForwardTape(Tape):  # type: ignore[no-untyped-call]
             if len(kwargs) != len(step.kwargs):
                 return False
             for name, value in kwargs.items():
-                if name not in step.kwargs or not self._is_same(value, step.kwargs[name]):
+                known = step.kwargs.get(name, _ABSENT)
+                if value is not known and not self._is_same(value, known):
                     return False
         settings = step.settings
         if step.device_index >= 0:
@@ -316,6 +325,9 @@ class ForwardTape(Tape):  # type: ignore[no-untyped-call]
             if kind is not Known or type(value) not in PLAIN:
                 if kind is Ints:
                     if type(value) is not list or value != known:
+                        return False
+                elif kind is Scratch and type(value) in PLAIN:
+                    if place_of(value) != known.place:  # their type decides which kernel runs
                         return False
                 elif kind is float and type(value) is float and value and value == known:
                     continue  # 0.0 is not -0.0: see _is_same()
@@ -355,9 +367,6 @@ class ForwardTape(Tape):  # type: ignore[no-untyped-call]
         kind = type(value)
         if type(known) is Known:
             return kind in PLAIN and self._are_operands(((value, known),))
-        if type(known) is Scratch:
-            # Their type decides which kernel runs.
-            return kind in PLAIN and bool(place_of(value) == known.place)
         if kind is not type(known):
             return False
         if kind is list or kind is tuple:
@@ -420,7 +429,7 @@ class ForwardTape(Tape):  # type: ignore[no-untyped-call]
                 frozenset(each for each in before.difference(ops) if each is not None),
             )
 
-    def discards(self, discard: Discard, tensor: Tensor) -> bool:
+    def is_as(self, discard: Discard, tensor: Tensor) -> bool:
         """Whether ``tensor``, whose operation has filled it, is what the route discards so."""
         # The place as in place_of(), without its call.
         if type(tensor) is not Tensor or not tensor.requires_grad:
@@ -446,10 +455,10 @@ class ForwardTape(Tape):  # type: ignore[no-untyped-call]
             and self._needs.keys() >= discard.after
         )
 
-    def discard_of(self, number: int, state: State, place: Place) -> Discard | None:
+    def discard_of(self, number: int, held: Held) -> Discard | None:
         """Return the route's discard for the save of this number, which was filled later, if it is this."""
-        found = self.route.saves.get(number) if self.route is not None else None
-        if found is None or found.state is not state or found.place != place:
+        found = self.discards.get(number)
+        if found is None or found.state is not held.state or found.place != held.place:
             return None
         return found if self._needs.keys() >= found.after else None
 
@@ -459,7 +468,7 @@ class ForwardTape(Tape):  # type: ignore[no-untyped-call]
         pack: Callable[[Tensor, bool], object],
         saved: Set[tuple[int, int]] | None,
     ) -> Needs | str:
-        """Hold what a replay of ``discard`` needs, after :meth:`discards`. Return it, or why that fails."""
+        """Hold what a replay of ``discard`` needs, after :meth:`is_as`. Return it, or why that fails."""
         needed, held, known = discard.needed, self._held, self._needs
         if needed and (reason := self.hold(needed, pack, saved)):
             return reason
@@ -478,3 +487,13 @@ class ForwardTape(Tape):  # type: ignore[no-untyped-call]
         """Make a route of this forward."""
         if self._routes is not None:
             self._routes.add(self._key, self)
+
+
+def _are_as(writes: Sequence[WriteOp], written: Sequence[Write]) -> bool:
+    """Whether an operation's writes are those of a route."""
+    if len(writes) != len(written):
+        return False
+    for one, (place, fills, is_statistic, _) in zip(writes, written, strict=True):
+        if (one.place, one.fills, one.is_statistic) != (place, fills, is_statistic):
+            return False
+    return True

@@ -304,8 +304,7 @@ class Tape(SilentMode):
                 kinds += kwargs
                 values = self._operands(kwargs.items(), op, kinds, unread)
                 op.kwargs = dict(zip(kwargs, values, strict=True))
-        for each in writes:
-            self._begin_write(each)
+        self._begin_writes(writes)
         has_bits = operation.makes_bits or (self._is_complex if not why else has_complex(args))
         result = self._call(func, args, kwargs, has_bits)
         if operation.is_seen_by_bits:
@@ -344,7 +343,8 @@ class Tape(SilentMode):
         places = (*operation.writes, *STATISTICS) if in_training else operation.writes
         found: list[WriteOp] = []
         for place in places:
-            given = argument_of(args, kwargs, place)
+            is_given = type(place) is int and place < len(args)
+            given = args[place] if is_given else argument_of(args, kwargs, place)
             tensors = [given] if isinstance(given, Tensor) else [*tensors_of(given)]
             if len(tensors) > 1 or (tensors and given is not tensors[0]):
                 reason = reason or f"{operation.name} writes to several tensors"
@@ -372,15 +372,16 @@ class Tape(SilentMode):
                 )
         return found, reason
 
-    def _begin_write(self, write: WriteOp) -> None:
-        """Before a write, copy what a replay needs of the memory."""
-        write.memory.writes += 1
-        write.memory.state.is_over = True
-        known = write.memory.state.outside
+    def _begin_writes(self, writes: Iterable[WriteOp]) -> None:
+        """Before writes, copy what a replay needs of the memory."""
         tensors, held = self.tensors, self._held
-        for each in list(known.values()) if known is not None else ():
-            if (tensor := tensors.pop(each, None)) is not None and each in held:
-                held[each][0] = copied(tensor)
+        for write in writes:
+            write.memory.writes += 1
+            write.memory.state.is_over = True
+            known = write.memory.state.outside
+            for each in list(known.values()) if known is not None else ():
+                if (tensor := tensors.pop(each, None)) is not None and each in held:
+                    held[each][0] = copied(tensor)
 
     def _add_results(
         self, operation: Operation, op: Op, result: Any, reason: str, key: int

@@ -80,11 +80,11 @@ _late = _Late()
 
 class as_if_running:
     """Within it, :func:`running_modules` returns these: those that ran when a tensor was saved which is packed
-    later."""
+    later. ``None``: those that run then."""
 
     __slots__ = ("_before", "_modules")
 
-    def __init__(self, modules: list[nn.Module]) -> None:
+    def __init__(self, modules: list[nn.Module] | None) -> None:
         self._modules = modules
 
     def __enter__(self) -> None:
