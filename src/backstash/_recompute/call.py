@@ -7,6 +7,7 @@ discarded tensor is recorded, and the recomputed tensor must have the same one.
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import weakref
@@ -528,7 +529,7 @@ class Call:
         try:
             targets = [(each.state, each.place) for each in wanted]
             held = operands_of([each.needs for each in wanted if each.needs is not None])
-            values = replay(targets, lambda each: unpacked(held[each], region.unpack))
+            values = replay(targets, functools.partial(unpacked, held, region.unpack))
         except InplaceError as error:
             raise InplaceError(
                 f"the tensors that {self.name} saved were discarded and cannot be recomputed: {error}"

@@ -8,7 +8,7 @@ operation only writes it (:class:`Scratch`).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
 import torch
@@ -108,7 +108,7 @@ class State:
         self.reason = reason
         """Why it cannot be replayed; ``""`` if it can."""
         self.key = key
-        """A hash of the operations that lead to it and of their operands' shapes."""
+        """A hash of the operations that lead to it and of their operands' shapes, if it can be replayed."""
         self.outside: MutableMapping[Place, Outside] | None = None
         """The held operands with these bytes, if there are any. On a context's tape, they refer to this
         state."""
@@ -189,13 +189,15 @@ def operands_of(needs: Iterable[Needs]) -> dict[Outside, list[Any]]:
     return found
 
 
-def unpacked(held: list[Any], unpack: Callable[[Any], Tensor]) -> Tensor:
-    """Return a held operand.
+def unpacked(
+    operands: Mapping[Outside, list[Any]], unpack: Callable[[Any], Tensor], operand: Outside
+) -> Tensor:
+    """Return an operand that is held among ``operands``.
 
     Raises:
         InplaceError: its bytes differ from those that the forward read.
     """
-    packed, was = held
+    packed, was = operands[operand]
     value = unpack(packed).detach()
     if was is not None and fingerprint_of(value) != was:
         raise InplaceError(

@@ -110,7 +110,8 @@ def _leading_to(states: Iterable[State]) -> list[Op]:
         op = todo.pop().maker
         if op is not None and op not in seen:
             seen.add(op)
-            todo += [each.state for each in op.reads]
+            for each in op.reads:
+                todo.append(each.state)
     return sorted(seen, key=operator.attrgetter("index"))
 
 

@@ -477,10 +477,10 @@ class Tape(SilentMode):
         memory = self._memories.get(identity)
         version = 0 if tensor.is_inference() else tensor._version
         if memory is None or memory() is None:
-            memory = self._know(storage, identity, _outside(tensor), version)
+            memory = self._know(storage, identity, State(tensor.device, UNSEEN), version)
         elif version > memory.version + memory.writes:
             # Something that the tape did not see wrote to it.
-            memory.state, memory.version = _outside(tensor), version - memory.writes
+            memory.state, memory.version = State(tensor.device, UNSEEN), version - memory.writes
         return memory
 
     def _know(
@@ -592,7 +592,7 @@ class Tape(SilentMode):
         if state is not None and not state.reason:
             given = self.given.get(state)
             if given is None:
-                given = State(tensor.device, UNSEEN, hash((state.key, "given")))
+                given = State(tensor.device, UNSEEN)
                 self.given[state] = given
             self._memories[storage_identity(tensor.untyped_storage())].state = given
 
@@ -655,7 +655,7 @@ class Tape(SilentMode):
     def value_of(self, outside: Outside, unpack: Callable[[Any], Tensor]) -> Tensor:
         """Return an operand while the tape records."""
         tensor = self.tensors.get(outside)
-        return unpacked(self._held[outside], unpack) if tensor is None else tensor.detach()
+        return unpacked(self._held, unpack, outside) if tensor is None else tensor.detach()
 
     def needs_of(self, state: State) -> Needs | None:
         """Return what a replay of ``state`` needs, after :meth:`want`."""
@@ -771,10 +771,3 @@ def leave_for_backward() -> None:
 
 
 _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
-
-
-def _outside(tensor: Tensor) -> State:
-    """Return a state for memory that the tape did not see written."""
-    is_weight = isinstance(tensor, torch.nn.Parameter)
-    key = hash((is_weight, place_of(tensor), tensor.device))
-    return State(tensor.device, UNSEEN, key)
