@@ -79,7 +79,7 @@ def one_thread_in_torch():
 
 @pytest.mark.filterwarnings("ignore::backstash.StashWarning")
 @pytest.mark.usefixtures("one_thread_in_torch")
-@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("mix", mostly_long(MIXES, *[*MIXES][::2]))
 def test_eight_threads_on_one_stash(tmp_path, mix):
     seed = 100 * list(MIXES).index(mix)
     assert many_threads(mix, str(tmp_path), rounds=2, seed=seed, patience=60) == []

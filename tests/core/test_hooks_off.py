@@ -19,6 +19,7 @@ from backstash._torch.hook_stack import current_pair
 from backstash.errors import InplaceError
 from backstash.testing import CountedDevice, TwinDevice, stash_on
 from counted_memory import MIB, OTHER, CountedMemory, Erf
+from long_tests import mostly_long
 
 LAYERS = 16  # of which each saves 1 MiB
 SAVED = LAYERS * MIB
@@ -518,7 +519,7 @@ def test_an_interrupt_while_they_are_taken_off_leaves_none_behind(settled, monke
     assert torch.equal(step(net, settled), step(net, Stash()))
 
 
-@pytest.mark.parametrize("share", [1.1, 1.3])
+@pytest.mark.parametrize("share", mostly_long([1.1, 1.3], 1.1))
 def test_the_contexts_of_one_step_count_once(memory, tmp_path, share):
     """As of an encoder and a decoder, or of batches whose losses are added. The hooks are off in the first
     one only."""

@@ -11,7 +11,7 @@ from backstash._budget.follower import Follower
 from backstash._core.admission import FITS
 from backstash.errors import InplaceError, StashClosedError
 from counted_memory import MIB, OTHER, CountedMemory, Erf
-from long_tests import takes_long
+from long_tests import mostly_long, takes_long
 
 LAYERS = 16  # of which each saves 1 MiB
 SAVED = LAYERS * MIB
@@ -117,7 +117,7 @@ def test_a_deeper_step_moves_what_is_beyond_the_others(memory, tmp_path):
     stash.close()
 
 
-@pytest.mark.parametrize("smaller", [1, 3])
+@pytest.mark.parametrize("smaller", mostly_long([1, 3], 3))
 def test_a_deeper_step_among_others_is_planned_for(memory, tmp_path, smaller):
     """As those of two networks that are trained in turns: none knows from its first block which it is."""
     budget = OTHER + SAVED + 12 * MIB

@@ -8,6 +8,7 @@ import torch
 from backstash import Disk, Stash
 from backstash.errors import InplaceError, StashCorruptError
 from faulty import INPUTS, are_right, forward, wrong_after
+from long_tests import mostly_long
 
 
 class Net(torch.nn.Module):
@@ -46,7 +47,7 @@ def extents(stash):
     ]
 
 
-@pytest.mark.parametrize("prefetch", [0, "8MiB"])
+@pytest.mark.parametrize("prefetch", mostly_long([0, "8MiB"], "8MiB"))
 def test_a_flipped_byte_of_any_block_is_reported_with_what_it_belongs_to(tmp_path, prefetch):
     stash, loss = held(tmp_path, prefetch=prefetch)
     other = held_by(stash)

@@ -9,6 +9,7 @@ from torch import nn
 from backstash import Stash
 from backstash._plan.choices import Choices, ClassOf
 from counted_memory import MIB, OTHER, CountedMemory
+from long_tests import mostly_long
 
 SAVED = 12 * MIB
 BUDGET = OTHER + 10 * MIB
@@ -163,7 +164,7 @@ class Called(nn.Module):
         return x + self.last(self.first(x.cos()).erf())
 
 
-@pytest.mark.parametrize("budget_mib", [9, 11, 13])
+@pytest.mark.parametrize("budget_mib", mostly_long([9, 11, 13], 11))
 def test_a_program_that_calls_its_blocks_follows_its_plan(
     memory, tmp_path, monkeypatch, budget_mib
 ):

@@ -21,6 +21,7 @@ from backstash.errors import InplaceError
 from backstash.plan import StepFigures, _planned_regions
 from backstash.testing import CountedDevice, stash_on
 from counted_memory import MIB, OTHER, CountedMemory
+from long_tests import mostly_long
 
 LAYERS = 8
 SAVED = LAYERS * 4 * MIB
@@ -428,7 +429,7 @@ def test_a_plan_that_was_tried_stays_only_if_it_is_faster():
         assert (solving.found[1].choices == before) is (seconds > 1)
 
 
-@pytest.mark.parametrize("are_alike", [True, False])
+@pytest.mark.parametrize("are_alike", mostly_long([True, False], False))
 def test_steps_are_not_recorded_of_a_plan_that_is_tried_or_was_timed(monkeypatch, are_alike):
     """On an accelerator; its allocator knows the peak. A plan of whose steps no two are alike is tried for a
     few."""

@@ -33,7 +33,7 @@ from backstash._torch.hook_stack import current_pair
 from backstash.errors import StashClosedError
 from backstash.plan import Plan
 from counted_memory import MIB, OTHER, CountedMemory
-from long_tests import takes_long
+from long_tests import mostly_long, takes_long
 
 LAYERS = 8
 SAVED = LAYERS * 4 * MIB  # of each layer: its input, and three blocks that only it saves
@@ -364,7 +364,7 @@ def test_blocks_that_no_module_calls_are_numbered_again_in_each_turn(memory, tmp
     stash.close()
 
 
-@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("late", mostly_long([False, True], True))
 def test_a_region_that_is_refused_moves_and_is_planned_for_without(
     memory, tmp_path, monkeypatch, late
 ):
@@ -415,7 +415,7 @@ class Chance(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore::backstash.StashWarning")
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", mostly_long(range(4), 0, 3))
 def test_plans_that_change_at_every_step_are_exact(memory, tmp_path, monkeypatch, seed):
     draw = random.Random(seed)
 

@@ -16,7 +16,7 @@ from backstash._plan.table import Problem
 from backstash._plan.trace import Links, Moment, Option, Trace, TracedBlock, TracedRegion
 from backstash.errors import UsageError
 from backstash.plan import plan_of
-from long_tests import takes_long
+from long_tests import mostly_long, takes_long
 from plan_bound import linear_program
 
 MIB = 1 << 20
@@ -118,7 +118,7 @@ def test_what_does_not_fit_is_said_with_the_smallest_budget():
 
 
 @takes_long
-@pytest.mark.parametrize("regions", [False, True])
+@pytest.mark.parametrize("regions", mostly_long([False, True], True))
 def test_the_smallest_budget_is_kept_and_hardly_any_below_it(regions):
     """It is found by a search of its own, without prices."""
     for seed in (0, 5):
@@ -389,7 +389,7 @@ def random_trace(seed, layers=16, *, regions=False):
     return replace(trace, regions=found)
 
 
-@pytest.mark.parametrize("regions", [False, True])
+@pytest.mark.parametrize("regions", mostly_long([False, True], True))
 def test_choices_are_near_the_bound_and_the_bound_is_one(regions):
     gaps = []
     for seed in range(5 if regions else 8):
@@ -540,7 +540,7 @@ def test_a_window_is_doubled_where_that_hides_more_and_halved_where_more_is_kept
     assert down == given[0]
 
 
-@pytest.mark.parametrize("regions", [False, True])
+@pytest.mark.parametrize("regions", mostly_long([False, True], True))
 def test_looking_at_all_blocks_for_the_sake_of_a_few_is_not_chosen(regions):
     """Like blocks, of which the latest could as well move: the earliest do, and the rest costs nothing."""
     for seed in range(3):

@@ -16,6 +16,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from backstash import Action, Stash, graph
 from backstash.testing import TwinDevice, stash_on
+from long_tests import mostly_long
 
 LARGE = 1 << 15  # elements: 128 KiB
 PLACES: dict[str, Callable[[Any], dict[str, Any]]] = {
@@ -354,7 +355,7 @@ def equal(one: list[Any], other: list[Any]) -> bool:
     return True
 
 
-@pytest.mark.parametrize("chance", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("chance", mostly_long([0.0, 0.5, 1.0], 0.5))
 @pytest.mark.parametrize("options", [{"keep": 0}, {"keep": None}, {"keep": "300KiB"}])
 def test_random_functions_on_an_accelerator(options, chance, tmp_path):
     compared = 0
