@@ -188,6 +188,8 @@ class Call:
     def _save(self, tensor: Tensor, number: int, tape: ForwardTape) -> object:
         root = tensor if tensor._base is None else tensor._base
         if type(root) is nn.Parameter or (root.is_leaf and root.requires_grad):
+            if not (tensor.is_leaf or self._is_paused):
+                self._pause()
             kept = self.region.admission.keep_parameter(tensor, self._thread_state)
             if kept is not None:
                 self._thread_state.saves += 1
