@@ -89,6 +89,20 @@ def test_a_snapshot_is_the_view_itself_again(name, conj, neg):
     assert same_bits(copy.resolve_conj().resolve_neg(), expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_a_snapshot_has_the_bits_of_numbers_that_are_none(dtype):
+    """Those of signalling NaNs, for example, in a tensor that is copied without a detour."""
+    carrier = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    bits = torch.arange(-(1 << 15), 1 << 15).to(carrier) << 8 * (dtype.itemsize - 2)
+    for made in (bits, bits + 1, bits.view(1, -1, 8), bits.as_strided((1, 40), (7, 1))):
+        numbers = made.view(dtype)
+        numbers.requires_grad_()
+        copy = snapshot(numbers)
+        assert not copy.requires_grad and copy.stride() == numbers.stride()
+        assert copy.data_ptr() % 64 == numbers.data_ptr() % 64
+        assert torch.equal(copy.view(carrier), made) and copy.data_ptr() != numbers.data_ptr()
+
+
 class Elsewhere:
     """A tensor of the CPU that says it is an accelerator's."""
 

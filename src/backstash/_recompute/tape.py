@@ -694,7 +694,8 @@ class Tape(SilentMode):
                 continue  # it may be an operand of two operations
             tensor = tensors[each]
             if each in copies:
-                held[each] = [copied(tensor), None]
+                with self.aside():
+                    held[each] = [copied(tensor), None]
             else:
                 was = None if each.is_random or tensor.requires_grad else fingerprint_of(tensor)
                 held[each] = [pack(tensor, each.is_random), was]

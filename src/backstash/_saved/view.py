@@ -32,6 +32,7 @@ _CARRIERS = {
     8: torch.int64,
     16: torch.complex128,
 }
+_FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 ALIGNMENT_BYTES = 64
 """The alignment that results of vectorized CPU code may depend on: a block keeps its address modulo this."""
 _DEVICE_ALIGNMENT_BYTES = 256  # cuBLASLt chooses a kernel by this alignment
@@ -63,9 +64,7 @@ class StridedRegion:
         self.count = math.prod(self.sizes)
         # Elements between an aligned address and the first one: a copy must have the same alignment as the
         # view.
-        on_cpu = tensor.device.type == "cpu"
-        alignment = ALIGNMENT_BYTES if on_cpu else _DEVICE_ALIGNMENT_BYTES
-        self.residue = tensor.data_ptr() % alignment // self.itemsize
+        self.residue = _unaligned_bytes(tensor) // self.itemsize
 
     @property
     def nbytes(self) -> int:
@@ -108,6 +107,11 @@ def dense(tensor: Tensor) -> Tensor:
 
 def snapshot(tensor: Tensor) -> Tensor:
     """Return a copy of a plain tensor with the same strides, alignment, and conj and neg bits."""
+    if tensor.dtype in _FLOATS and tensor.is_contiguous() and not tensor.is_neg():
+        if not _unaligned_bytes(tensor):
+            copy = tensor.detach().clone()  # as below, in two operations
+            if copy.stride() == tensor.stride():
+                return copy
     region = StridedRegion(tensor)
     flat = region.copy(tensor)
     flat = (
@@ -116,6 +120,12 @@ def snapshot(tensor: Tensor) -> Tensor:
         else region.spread(flat[region.residue :], tensor.dtype)
     )
     return with_bits_of(tensor, flat.as_strided(tensor.shape, tensor.stride(), region.residue))
+
+
+def _unaligned_bytes(tensor: Tensor) -> int:
+    """Return the bytes between an aligned address and the tensor's first element."""
+    is_on_cpu = tensor.device.type == "cpu"
+    return tensor.data_ptr() % (ALIGNMENT_BYTES if is_on_cpu else _DEVICE_ALIGNMENT_BYTES)
 
 
 def _runs(tensor: Tensor) -> list[tuple[int, int]]:
