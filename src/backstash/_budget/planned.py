@@ -149,8 +149,10 @@ class Planned:
             self.forward.graph = self._region.graph
 
     def note_discarded(self, tensor: Tensor, value: int) -> None:
-        """Record that a save was discarded of the value of this number, in a forward of which a part stays."""
-        if self.stays and value not in self._discarded:
+        """Record that a save was discarded of the value of this number, in a forward of which a part stays.
+
+        The saves of a class are numbered by this. What is held unmanaged has no class."""
+        if self.stays and self.left_bytes is None and value not in self._discarded:
             self._discarded.add(value)
             nbytes = tensor.untyped_storage().nbytes()
             if nbytes >= self._session.min_bytes:
