@@ -492,7 +492,7 @@ def _left_bytes(trace: Trace, call: TracedRegion, choices: Sequence[str]) -> int
     ``choices`` are those with :data:`LEFT`.
     """
     held = held_blocks(call, choices)
-    if not call.is_closed or any(choices[each] != LEFT for each in held):
+    if any(choices[each] != LEFT for each in held):
         return 0
     before = *call.inputs, *call.others
     if any(choices[each] not in ("keep", LEFT) for each in before):

@@ -2122,7 +2122,7 @@ def test_other_budgets_are_planned_from_the_same_step(memory, tmp_path):
     with pytest.raises(UsageError, match="has no measured step"):
         Plan.load(path).at("1GiB")
     with pytest.raises(UsageError, match="not the trace"):
-        Plan.from_trace({"format": 1}, "1GiB")
+        Plan.from_trace({"format": 2}, "1GiB")
 
 
 def test_a_step_begins_with_what_is_free_only_where_one_operation_more_keeps_the_budget():

@@ -240,9 +240,7 @@ def trace_of_calls(seconds=0.1):
     for at in reversed(range(12)):
         moments += [Moment("use", at, 0.1, MIB), Moment("free", at, 0.0, MIB)]
     regions = tuple(
-        TracedRegion(
-            "m.*", (at + 1, at + 2), 0.0, seconds, index=at // 3, inputs=(at,), is_closed=True
-        )
+        TracedRegion("m.*", (at + 1, at + 2), 0.0, seconds, index=at // 3, inputs=(at,))
         for at in range(0, 12, 3)
     )
     return Trace(blocks, tuple(moments), Links(1e9, 1e9), regions=regions)
@@ -256,11 +254,13 @@ def test_which_blocks_are_left():
     assert left_blocks(trace, [*choices[:3], "disk", *choices[4:]]) == {7, 8, 10, 11}, "its input"
     assert left_blocks(trace, [*choices[:4], "disk", *choices[5:]]) == {7, 8, 10, 11}, "a block"
     first, second, third, last = trace.regions
-    others = replace(second, others=(0,)), replace(third, own=(9,)), replace(last, is_closed=False)
+    shares = replace(last, members=(10,), shared=(11,))
+    others = replace(second, others=(0,)), replace(third, own=(9,)), shares
     trace = replace(trace, regions=(first, *others))
-    assert left_blocks(trace, choices) == {4, 5, 7, 8, 9}
-    assert left_blocks(trace, ["disk", *choices[1:]]) == {7, 8, 9}, "it saves what moves, too"
+    assert left_blocks(trace, choices) == {4, 5, 7, 8, 9, 10, 11}
+    assert left_blocks(trace, ["disk", *choices[1:]]) == {7, 8, 9, 10, 11}, "it saves what moves"
     assert left_blocks(trace, [*choices[:9], "disk", *choices[10:]]) == {4, 5}, "of its own"
+    assert left_blocks(trace, [*choices[:11], "disk"]) == {4, 5, 7, 8, 9}, "what it shares"
     assert Trace.from_dict(trace.as_dict()) == trace
 
 
@@ -307,8 +307,10 @@ def test_a_recomputed_call_whose_input_moves_is_managed():
     assert left_bytes(["disk", *again[1:]]) == (0, MIB, MIB, MIB)
     assert left_bytes(["left", *again[1:]]) == (MIB,) * 4, "another call, which is left, holds it"
     first, second, *others = trace.regions
-    saves = replace(first, others=(3,)), replace(second, is_closed=False), *others
-    assert left_bytes(again, saves) == (2 * MIB, 0, MIB, MIB)
+    saves = replace(first, others=(3,)), replace(second, shared=(6,)), *others
+    assert left_bytes(again, saves) == (2 * MIB, 0, MIB, MIB), "what it shares is a block"
+    shares = [*again[:6], "left", *again[7:]]
+    assert left_bytes(shares, saves) == (2 * MIB, 2 * MIB, MIB, MIB)
     assert left_bytes([*again[:3], "disk", *again[4:]], saves) == (0, 0, MIB, MIB)
 
 

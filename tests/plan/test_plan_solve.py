@@ -318,7 +318,7 @@ def test_a_trace_survives_a_file(tmp_path):
     path.write_text('{"format": 99}')
     with pytest.raises(UsageError, match="format 99"):
         Trace.read(str(path))
-    path.write_text('{"format": 1, "blocks": 3}')
+    path.write_text('{"format": 2, "blocks": 3}')
     with pytest.raises(UsageError, match="not the trace"):
         Trace.read(str(path))
     values = trace.as_dict()

@@ -123,6 +123,9 @@ class Admission:
         self.left: dict[str, list[int]] = {}  # by reason: number of tensors, and their bytes
         self.eligible_bytes = self.deduplicated_bytes = self.moved_again_bytes = 0
         self.discarded_bytes = 0  # by regions
+        # The storages, without small ones, that calls of a step hold unmanaged, by identity; and which step.
+        self._left: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._left_in = -1
 
     def hook(self, thread_state: ThreadState) -> Callable[[Tensor], object]:
         """Return the pack hook of one thread.
@@ -208,15 +211,29 @@ class Admission:
             which = storage_identity(storage)
             if which not in seen:
                 seen.add(which)
-                left_bytes -= storage.nbytes()
+                nbytes = storage.nbytes()
+                left_bytes -= nbytes
                 if left_bytes < 0:
                     return hook(tensor)
-            thread_state.fitting_saves += 1
-            thread_state.fitting_bytes += tensor.nbytes
-            version = tensor._version
-            return tensor.detach() if version == 0 else (tensor.detach(), version)
+                if nbytes >= self._session.min_bytes:
+                    self._leave(storage, which)
+            return _unmanaged(tensor, thread_state)
 
         return pack
+
+    def _leave(self, storage: torch.UntypedStorage, which: int) -> None:
+        """Record that a call holds this storage unmanaged, until the next step."""
+        step = self._session.predictor.next_pass
+        if step != self._left_in:
+            self._left_in, self._left = step, {}
+        self._left[which] = weakref.ref(storage)
+
+    def _is_left(self, storage: torch.UntypedStorage) -> bool:
+        """Whether a call of this step holds this storage unmanaged. To manage it, too, would move it in vain."""
+        known = self._left.get(storage_identity(storage))
+        if known is None or known() is None or self._policy is not None or self._codec is not None:
+            return False
+        return self._left_in == self._session.predictor.next_pass
 
     def hook_packing(self, thread_state: ThreadState) -> Callable[[Tensor], object]:
         """Like :meth:`hook_exact`, but pack tensors by :data:`EXACT`, unless there is a policy."""
@@ -287,6 +304,9 @@ class Admission:
             return self._stay(tensor, reason)
         if storage is None:
             storage = tensor.untyped_storage()
+        if self._left and self._is_left(storage):
+            thread_state.saves -= 1  # it is counted as one that fits
+            return _unmanaged(tensor, thread_state)
         modules = running_modules()
         reason, choice = self._choose(tensor, storage, modules, thread_state, tiers)
         if exact and choice.codec is not None and not choice.codec.exact:
@@ -711,6 +731,14 @@ class Admission:
         left = self.left.setdefault(reason, [0, 0])
         left[0] += 1
         left[1] += nbytes
+
+
+def _unmanaged(tensor: Tensor, thread_state: ThreadState) -> object:
+    """Return what autograd holds for a tensor that stays because the plan keeps it, and count it."""
+    thread_state.fitting_saves += 1
+    thread_state.fitting_bytes += tensor.nbytes
+    version = tensor._version
+    return tensor.detach() if version == 0 else (tensor.detach(), version)
 
 
 def _in_place(tensor: Tensor, reason: str) -> object:

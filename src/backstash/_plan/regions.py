@@ -72,8 +72,8 @@ class Forward:
     """Numbers of the blocks that it saved first and that no replay computes."""
     others: set[int] = field(default_factory=set)
     """Numbers of further blocks that it saved, which were saved before."""
-    is_closed: bool = False
-    """Whether nothing outside it saves what it saved first."""
+    shared: set[int] = field(default_factory=set)
+    """Numbers of the blocks that it saved first, and that something outside it saves again."""
     graph: CallGraph | None = None
     """The operations of this forward, if a replay of it, or of another forward of its module, was timed."""
 
@@ -248,7 +248,7 @@ class Regions:
             self._stays[key] = self._stays.get(key, frozenset()) | shared
             each.operands = {block for block in each.operands if not again[block]}
             firsts = (*each.saved.values(), *each.own)
-            each.is_closed = all(again[block] <= each.again[block] for block in firsts)
+            each.shared = {block for block in firsts if again[block] > each.again[block]}
         return taken
 
     def follow(
@@ -321,7 +321,7 @@ def traced_regions(
                 operands=tuple(sorted(index[at] for at in each.operands if at in index)),
                 own=tuple(sorted(index[at] for at in each.own if at in index)),
                 others=tuple(sorted(index[at] for at in each.others if at in index)),
-                is_closed=each.is_closed,
+                shared=tuple(sorted(index[at] for at in each.shared if at in index)),
             )
         )
     return tuple(found)

@@ -167,10 +167,10 @@ def absent_operands(regions: Sequence[TracedRegion], again: Collection[int]) -> 
 
 
 def left_blocks(trace: Trace, choices: Sequence[str], *, with_inputs: bool = False) -> set[int]:
-    """Return the blocks of the calls that need no managing: all that these hold or read stays in place, and
-    nothing outside them saves what they save first. Of a call that is recomputed, these are what its replay
-    reads and what it does not discard. There are none if no call is recomputed, since no hook then sees where a
-    call begins.
+    """Return the blocks of the calls that need no managing: all that these hold or read stays in place. Of a
+    call that is recomputed, these are what its replay reads and what it does not discard. Later saves of them
+    are unmanaged, too, wherever they are. There are none if no call is recomputed, since no hook then sees
+    where a call begins.
 
     Args:
         trace: of the step.
@@ -182,9 +182,7 @@ def left_blocks(trace: Trace, choices: Sequence[str], *, with_inputs: bool = Fal
         return found
     for each in trace.regions:
         held = held_blocks(each, choices)
-        if each.is_closed and all(
-            choices[at] == "keep" for at in (*held, *each.inputs, *each.others)
-        ):
+        if all(choices[at] == "keep" for at in (*held, *each.inputs, *each.others)):
             found.update(held, each.inputs if with_inputs else ())
     return found
 
@@ -192,7 +190,7 @@ def left_blocks(trace: Trace, choices: Sequence[str], *, with_inputs: bool = Fal
 def held_blocks(call: TracedRegion, choices: Sequence[str]) -> list[int]:
     """Return the blocks that a call has with these choices and that nothing outside it has before."""
     members = (*call.members, *call.held)
-    held = [*call.own, *(at for at in members if choices[at] != REGION)]
+    held = [*call.own, *call.shared, *(at for at in members if choices[at] != REGION)]
     return held + [*call.operands] * any(choices[at] == REGION for at in members)
 
 

@@ -16,7 +16,7 @@ from ..errors import UsageError
 
 __all__ = ["Links", "Moment", "Option", "RegionCut", "Trace", "TracedBlock", "TracedRegion"]
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +110,8 @@ class TracedRegion:
     """Further blocks that it saves first, which no replay computes."""
     others: tuple[int, ...] = ()
     """Further blocks that it saves, which were saved before."""
-    is_closed: bool = False
-    """Whether nothing outside it saves what it saves first."""
+    shared: tuple[int, ...] = ()
+    """The blocks that it saves first, and that something outside it saves again. They are held."""
     held: tuple[int, ...] = ()
     """The blocks that are members if all of it is recomputed, and that this part of it holds; see
     :meth:`cut_at`."""
@@ -271,6 +271,7 @@ class Trace:
                 *each.operands,
                 *each.own,
                 *each.others,
+                *each.shared,
                 *each.held,
             )
         ]
@@ -326,6 +327,7 @@ class Trace:
                             "operands": tuple(each.get("operands", ())),
                             "own": tuple(each.get("own", ())),
                             "others": tuple(each.get("others", ())),
+                            "shared": tuple(each.get("shared", ())),
                             "held": tuple(each.get("held", ())),
                         }
                     )
