@@ -96,6 +96,57 @@ def test_nothing_manages_what_a_call_saves_of_which_everything_stays(memory, tmp
     stash.close()
 
 
+class Shared(Layer):
+    """Saves its result, which the next layer saves as its input, and the loss at the end."""
+
+    def forward(self, x):
+        self.result = torch.relu(super().forward(x))
+        return self.result
+
+
+def test_what_several_calls_save_is_unmanaged_in_all_if_it_is_in_one(memory, tmp_path):
+    net = nn.Sequential(*(Shared() for _ in range(LAYERS)))
+    stash, true = settled(memory, tmp_path, net)
+    plan = stash.plan
+    assert plan.state == "planned" and ways(plan).count("left") >= 2
+    eligible, saves = stash.stats().eligible_bytes, stash.stats().saves
+    memory.peaks[0] = 0
+    assert all(map(torch.equal, step(net, stash), true))
+    assert memory.peaks[0] <= plan.budget_bytes
+    blocks = (stash.stats().eligible_bytes - eligible) // MIB
+    assert blocks == sum(
+        n for each in plan.classes for name, n in each.choices if name not in ("left", "region")
+    )
+    of_a_step = stash.stats().saves - saves
+    assert all(map(torch.equal, step(net, stash), true))
+    assert stash.stats().saves - saves == 2 * of_a_step
+    at = ways(plan).index("left")
+    loss = forward(net, stash)
+    net[at].result.detach().add_(1)
+    with pytest.raises(InplaceError):
+        loss.backward()
+    del loss
+    for each in net:
+        each.seen = each.result = None
+    assert all(map(torch.equal, step(net, stash), true))
+    stash.close()
+
+
+def test_what_was_unmanaged_in_the_step_before_is_managed_in_a_recorded_one(memory, tmp_path):
+    """Also where its memory lives on, as that of a batch that the program keeps."""
+    net = nn.Sequential(*(Shared() for _ in range(LAYERS)))
+    stash, true = settled(memory, tmp_path, net)
+    assert "left" in ways(stash.plan)
+    results = [each.result for each in net]  # they live on
+    with stash.record() as recording:
+        with stash:
+            loss = sum((each.detach().requires_grad_() * 2.0).exp().sum() for each in results)
+            again = sum((each * each.detach()).sum() for each in results)
+        del loss, again
+    assert sum(each.kind == "save" for each in recording.events) >= LAYERS
+    stash.close()
+
+
 def test_what_a_left_call_saved_and_the_program_changes_is_an_error(memory, tmp_path):
     net = nn.Sequential(*(Layer() for _ in range(LAYERS)))
     stash, true = settled(memory, tmp_path, net)
