@@ -132,18 +132,26 @@ def test_what_several_calls_save_is_unmanaged_in_all_if_it_is_in_one(memory, tmp
     stash.close()
 
 
-def test_what_was_unmanaged_in_the_step_before_is_managed_in_a_recorded_one(memory, tmp_path):
+def test_what_was_unmanaged_in_the_step_before_is_managed_again(memory, tmp_path):
     """Also where its memory lives on, as that of a batch that the program keeps."""
     net = nn.Sequential(*(Shared() for _ in range(LAYERS)))
     stash, true = settled(memory, tmp_path, net)
     assert "left" in ways(stash.plan)
-    results = [each.result for each in net]  # they live on
-    with stash.record() as recording:
-        with stash:
-            loss = sum((each.detach().requires_grad_() * 2.0).exp().sum() for each in results)
-            again = sum((each * each.detach()).sum() for each in results)
-        del loss, again
-    assert sum(each.kind == "save" for each in recording.events) >= LAYERS
+    with stash.record() as recording, stash:
+        loss = sum((each.result * each.result.detach()).sum() for each in net)
+    del loss
+    assert sum(each.kind == "save" for each in recording.events) == LAYERS
+    stash.close()
+
+
+def test_a_save_of_what_a_call_holds_unmanaged_is_counted_once(tmp_path):
+    stash = Stash(disk=tmp_path)
+    state = stash._session.thread_state()
+    x = torch.ones(1 << 18, requires_grad=True) * 2
+    held = stash._admission.hook_leaving(state, 4 * MIB)(x)
+    again = stash._admission.hook(state)(x[1:])
+    assert torch.equal(stash.unpack(held), x) and torch.equal(stash.unpack(again), x[1:])
+    assert stash.stats().saves == 2 and stash.stats().eligible_bytes == 0
     stash.close()
 
 
