@@ -233,7 +233,11 @@ class Admission:
         known = self._left.get(storage_identity(storage))
         if known is None or known() is None or self._policy is not None or self._codec is not None:
             return False
-        return self._left_in == self._session.predictor.next_pass
+        session = self._session
+        if session.reclaim_queue:
+            with session.section.lock, session.section:
+                session.drain()  # that may end the step
+        return self._left_in == session.predictor.next_pass
 
     def hook_packing(self, thread_state: ThreadState) -> Callable[[Tensor], object]:
         """Like :meth:`hook_exact`, but pack tensors by :data:`EXACT`, unless there is a policy."""
