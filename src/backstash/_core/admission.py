@@ -192,8 +192,13 @@ class Admission:
         """Like :meth:`hook_exact`, but leave tensors in place, unmanaged, as long as a call holds about as much
         as it did when it was measured: ``most_bytes``, and an eighth more. From then on they are managed."""
         hook = self.hook_exact(thread_state)
-        left_bytes = most_bytes + max(most_bytes // _MORE_LEFT, self._session.min_bytes)
+        min_bytes = self._session.min_bytes
+        left_bytes = most_bytes + max(most_bytes // _MORE_LEFT, min_bytes)
         seen: set[int] = set()
+        step = self._session.predictor.next_pass
+        if step != self._left_in:
+            self._left_in, self._left = step, {}
+        left = self._left
 
         def pack(tensor: Tensor) -> object:
             nonlocal left_bytes
@@ -215,8 +220,8 @@ class Admission:
                 left_bytes -= nbytes
                 if left_bytes < 0:
                     return hook(tensor)
-                if nbytes >= self._session.min_bytes:
-                    self._leave(storage, which)
+                if nbytes >= min_bytes:
+                    left[which] = weakref.ref(storage)
             # As in _unmanaged(), without its call.
             thread_state.fitting_saves += 1
             thread_state.fitting_bytes += tensor.nbytes
@@ -224,13 +229,6 @@ class Admission:
             return tensor.detach() if version == 0 else (tensor.detach(), version)
 
         return pack
-
-    def _leave(self, storage: torch.UntypedStorage, which: int) -> None:
-        """Record that a call holds this storage unmanaged, until the next step."""
-        step = self._session.predictor.next_pass
-        if step != self._left_in:
-            self._left_in, self._left = step, {}
-        self._left[which] = weakref.ref(storage)
 
     def _is_left(self, storage: torch.UntypedStorage) -> bool:
         """Whether a call of this step holds this storage unmanaged. To manage it, too, would move it in vain."""
