@@ -135,7 +135,7 @@ def test_what_several_calls_save_is_unmanaged_in_all_if_it_is_in_one(memory, tmp
 def test_what_was_unmanaged_in_the_step_before_is_managed_again(memory, tmp_path):
     """Also where its memory lives on, as that of a batch that the program keeps."""
     net = nn.Sequential(*(Shared() for _ in range(LAYERS)))
-    stash, true = settled(memory, tmp_path, net)
+    stash, _ = settled(memory, tmp_path, net)
     assert "left" in ways(stash.plan)
     with stash.record() as recording, stash:
         loss = sum((each.result * each.result.detach()).sum() for each in net)

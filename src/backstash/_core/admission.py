@@ -231,7 +231,7 @@ class Admission:
         return pack
 
     def _is_left(self, storage: torch.UntypedStorage) -> bool:
-        """Whether a call of this step holds this storage unmanaged. To manage it, too, would move it in vain."""
+        """Whether a call of this step holds this storage unmanaged: to move it would free nothing."""
         known = self._left.get(storage_identity(storage))
         if known is None or known() is None or self._policy is not None or self._codec is not None:
             return False

@@ -338,5 +338,8 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
 
 
 def copied(tensor: Tensor) -> tuple[Tensor, int]:
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):
+            return copied(tensor)
     copy = snapshot(tensor.detach())
     return copy, copy._version

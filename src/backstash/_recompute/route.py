@@ -274,7 +274,8 @@ class ForwardTape(Tape):  # type: ignore[no-untyped-call]
             if step.is_plain:
                 result = func(*args, **kwargs)
             else:
-                result = self._call(func, args, kwargs, operation.makes_bits or has_complex(args))
+                has_bits = operation.makes_bits or has_complex(args)
+                result = self._call(operation, args, kwargs, has_bits)
             if operation.is_seen_by_bits:
                 self._bits.note_clone(func, args, result, depth=3)
         except BaseException:

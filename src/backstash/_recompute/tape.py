@@ -221,11 +221,11 @@ class Tape(SilentMode):
                     has_bits = viewed.is_complex()
                 else:
                     has_bits = has_complex(args)
-                return self._call(func, args, kwargs, has_bits or operation.makes_bits)
+                return self._call(operation, args, kwargs, has_bits or operation.makes_bits)
             for each in types:
                 if each is not Tensor and each is not torch.nn.Parameter:
                     has_bits = operation.makes_bits or has_complex(args)
-                    result = self._call(func, args, kwargs, has_bits)
+                    result = self._call(operation, args, kwargs, has_bits)
                     self._forget(operation, args, kwargs)
                     break
             else:
@@ -244,7 +244,8 @@ class Tape(SilentMode):
             name = type(current_node()).__name__
             if name in NODES_THAT_DIFFER and not is_in_func_grad(sys._getframe(2)):
                 raise UsageError(_NODE.format(name))
-        with with_lazy_bits():
+        operation = operations.get(id(func)) or operation_of(func)
+        with with_lazy_bits(versions=operation.writes_inside):
             result = func(*args, **kwargs)
             return self._bits.saw(func, args, kwargs, result, depth=3)
 
@@ -264,15 +265,15 @@ class Tape(SilentMode):
         self.may_follow = False
         return NotImplemented
 
-    def _call(self, func: Any, args: Any, kwargs: Any, has_bits: bool) -> Any:
+    def _call(self, operation: Operation, args: Any, kwargs: Any, has_bits: bool) -> Any:
         """Call an operation. ``has_bits``: its kernel may compute lazy conjugates, which of real numbers only
         some do."""
         began = time.perf_counter()
-        if has_bits or dual_level() >= 0:
-            with with_lazy_bits():
-                result = func(*args, **kwargs)
+        if has_bits or operation.writes_inside or dual_level() >= 0:
+            with with_lazy_bits(versions=operation.writes_inside):
+                result = operation.func(*args, **kwargs)
         else:
-            result = func(*args, **kwargs)
+            result = operation.func(*args, **kwargs)
         self._called_seconds += time.perf_counter() - began
         return result
 
@@ -306,7 +307,7 @@ class Tape(SilentMode):
                 op.kwargs = dict(zip(kwargs, values, strict=True))
         self._begin_writes(writes)
         has_bits = operation.makes_bits or (self._is_complex if not why else has_complex(args))
-        result = self._call(func, args, kwargs, has_bits)
+        result = self._call(operation, args, kwargs, has_bits)
         if operation.is_seen_by_bits:
             found = result
             with with_lazy_bits():
@@ -332,7 +333,7 @@ class Tape(SilentMode):
             written = [
                 (each.place, each.fills, each.is_statistic, each.memory.state) for each in writes
             ]
-            is_plain = not (has_bits or operation.makes_bits)
+            is_plain = not (has_bits or operation.makes_bits or operation.writes_inside)
             self.steps.append(RawStep(op, reason, states, written, is_plain, self._states))
         return result
 

@@ -136,6 +136,7 @@ _BITS = (
     if _keys and _key
     else None
 )
+_BITS_AND_VERSIONS = _BITS | _keys(_key.ADInplaceOrView) if _keys and _key else None
 
 
 class SilentMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -159,14 +160,18 @@ class SilentMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False
 
 
-def with_lazy_bits() -> AbstractContextManager[None]:
+def with_lazy_bits(*, versions: bool = False) -> AbstractContextManager[None]:
     """Return a context for ``__torch_dispatch__`` in which kernels see lazy conjugation and negation.
 
     PyTorch excludes their dispatch keys there. A kernel that conjugates its own intermediate result, such as
     the kernel of ``linalg.pinv``, then reads it unconjugated, so its result is wrong under any dispatch mode
     (seen in torch 2.13).
+
+    Args:
+        versions: whether the kernel's own in-place operations raise versions, too; see
+            :attr:`~.schemas.Operation.writes_inside`.
     """
-    return _force(_include(), _exclude() - _BITS)
+    return _force(_include(), _exclude() - (_BITS_AND_VERSIONS if versions else _BITS))
 
 
 _forward_ad = optional("torch.autograd.forward_ad", None)

@@ -140,6 +140,7 @@ class Operation:
         "sums_in_any_order",
         "train_at",
         "writes",
+        "writes_inside",
     )
 
     def __init__(self, func: Any) -> None:
@@ -151,6 +152,9 @@ class Operation:
         """Why it cannot be replayed; ``""`` if it can."""
         self.writes: tuple[int | str, ...] = ()
         """The arguments that it writes, by position or name."""
+        self.writes_inside = False
+        """Whether only the in-place operations that its kernel calls raise the versions of these, such as
+        ``_foreach_mul_`` and custom operators. Under any dispatch mode they raise none (seen in torch 2.13)."""
         self.out: tuple[int | str, ...] = ()
         """The arguments among them that are given as ``out=``."""
         self.is_view = False
@@ -192,6 +196,9 @@ class Operation:
             for place, each in places
             if each.alias_info is not None and each.alias_info.is_write
         )
+        if self.writes and has_kernels(func.name()):
+            raises = torch._C.DispatchKey.ADInplaceOrView
+            self.writes_inside = not func.has_kernel_for_dispatch_key(raises)
         self.out = tuple(place for place, each in places if each.is_out)
         self.dropout = tuple(place for place, each in places if each.name in _DROPOUTS)
         self.is_view = not self.writes and any(

@@ -164,10 +164,11 @@ class Effects(SilentMode):
         if (
             operation.is_seen_by_bits
             or operation.makes_bits
+            or operation.writes_inside
             or has_complex(args)
             or in_forward_mode
         ):
-            with with_lazy_bits():
+            with with_lazy_bits(versions=operation.writes_inside):
                 result = func(*args, **kwargs)
                 if operation.is_seen_by_bits:
                     result = self._bits.saw(func, args, kwargs, result, depth=2)
