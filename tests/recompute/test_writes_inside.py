@@ -119,16 +119,17 @@ def test_a_buffer_that_is_written_in_inference_mode_has_the_gradients_of_before(
 def test_a_mode_s_other_users_see_the_write(name):
     write = WRITES[name]
 
-    def step(state):
+    def step(state, at):
         a, b = torch.rand_like(state), torch.rand_like(state)
         made = state * a * b
-        write(a, b)
+        if at == 1:
+            write(a, b)
         return made
 
     x = torch.ones(4, 64, requires_grad=True)
     for schedule in (Binomial(2), KeepAll()):
-        with pytest.raises((InplaceError, RuntimeError), match="modified by an inplace operation"):
-            checkpoint_loop(step, x, 4, schedule=schedule).sum().backward()
+        with pytest.raises(InplaceError, match="modified by an inplace operation"):
+            checkpoint_loop(step, x, 4, index=True, schedule=schedule).sum().backward()
 
     a, b = torch.rand(4, 64), torch.rand(4, 64)
     loss = (x * a * b).sum()  # outside of the context
