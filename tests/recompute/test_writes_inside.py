@@ -1,21 +1,12 @@
 """Writes whose versions only the operations inside a kernel raise: in a dispatch mode PyTorch raises none."""
 
-import functools
-
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from backstash import Stash
 from backstash.errors import InplaceError
-from backstash.graph import (
-    Binomial,
-    KeepAll,
-    allow_mutation_on_saved_tensors,
-    checkpoint,
-    checkpoint_loop,
-)
+from backstash.graph import Binomial, KeepAll, allow_mutation_on_saved_tensors, checkpoint_loop
 
 library = torch.library.Library("backstash_writes_inside", "DEF")
 library.define("double_(Tensor(a!) x) -> ()")
@@ -146,13 +137,3 @@ def test_a_mode_s_other_users_see_the_write(name):
         write(a, b)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-
-    def saves(x):
-        a, b = torch.rand_like(x), torch.rand_like(x)
-        made = (x.exp() * a * b).sin()
-        write(a, b)
-        return made
-
-    contexts = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.exp.default])
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        checkpoint(saves, x, context_fn=contexts).sum().backward()

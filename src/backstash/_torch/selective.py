@@ -30,7 +30,6 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 from ..errors import UsageError
 from .dispatch import TorchDispatchMode, schema_of
 from .lookup import optional
-from .schemas import operation_of
 from .trees import tree_leaves, tree_map_only
 
 __all__ = ["KeptOutput", "with_kept_outputs"]
@@ -120,7 +119,7 @@ class _Forward(_Mode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         given = _likeness(args, kwargs)  # before an in-place write may change it
-        output = _called(function, args, kwargs)
+        output = function(*args, **kwargs)
         if function in _IGNORED:
             return output
         call = self.calls[self.next_call(function)] = _SelectiveCall(given)
@@ -157,19 +156,11 @@ class _Again(_Mode):  # type: ignore[no-untyped-call]
                 "the kept outputs cannot be matched; the function must make the same calls each time"
             )
         if call.output is None or torch.Tag.nondeterministic_seeded in function.tags:
-            output = _called(function, args, kwargs)
+            output = function(*args, **kwargs)
             if call.output is None:
                 return output
         with torch.no_grad(), _counting_versions():
             return tree_map_only(object, _got, call.output)
-
-
-def _called(function: Any, args: Any, kwargs: Any) -> Any:
-    """Call an operation so that what it writes has a new version."""
-    if operation_of(function).writes_inside:
-        with _counting_versions():
-            return function(*args, **kwargs)
-    return function(*args, **kwargs)
 
 
 def _got(leaf: Any) -> Any:
