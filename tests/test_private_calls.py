@@ -205,6 +205,7 @@ USED = {
         "_thnn_fused_",
         "_trilinear",
         "torch._C.DispatchKey",
+        "torch._C.DispatchKey.ADInplaceOrView",
     },
     "selective.py": {
         "torch._C.DispatchKey.ADInplaceOrView",
