@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._torch.autocast import Autocast, Watched, is_cast, key_of, nesting
 from .._torch.dispatch import (
     SilentMode,
     dispatch_modes,
@@ -105,6 +106,11 @@ _TANGENT = (
     "forward-mode AD inside of a forward computes the tangent of {} differently while the forward is recorded: "
     "compute it outside of what is recomputed or planned, or give Stash(recompute=False)"
 )
+_AUTOCAST = (
+    "{} calls {}, which torch.autocast does not reach while the forward is recorded, and whether autocast is "
+    "on is not known: enter it outside of what is recomputed or planned, or give Stash(recompute=False)"
+)
+_CAST = "its kernel may call what torch.autocast handles, which a replay does not use"
 _OTHER_STREAM = "it was made on another stream"
 _ANY_ORDER = "{} may add in a different order each time"
 PLAIN = frozenset((Tensor, torch.nn.Parameter))
@@ -133,6 +139,7 @@ class Tape(SilentMode):
         self._task = task_or_none()
         self._stream: Any = None
         self._bits = ModeBits()
+        self._autocast: Autocast | None = None
         self._is_complex = False  # whether an operand of the latest operation is complex
         self._settings: Settings = ()
         self._settings_hash = 0
@@ -151,8 +158,9 @@ class Tape(SilentMode):
         self.recorded: Callable[[], None] | None = None
         """Called once, after the next operation."""
 
-    def enter(self) -> None:
-        """Start recording what this thread computes."""
+    def enter(self, *, in_operation: bool = False) -> None:
+        """Start recording what this thread computes. ``in_operation``: an operation is running."""
+        self._autocast = Autocast(is_certain=not in_operation)
         push_mode(self)
 
     def leave(self) -> None:
@@ -245,6 +253,8 @@ class Tape(SilentMode):
             if name in NODES_THAT_DIFFER and not is_in_func_grad(sys._getframe(2)):
                 raise UsageError(_NODE.format(name))
         operation = operations.get(id(func)) or operation_of(func)
+        if operation.may_autocast and nesting():
+            return self._call_with_autocast(operation, args, kwargs)
         with with_lazy_bits(versions=operation.writes_inside):
             result = func(*args, **kwargs)
             return self._bits.saw(func, args, kwargs, result, depth=3)
@@ -269,12 +279,34 @@ class Tape(SilentMode):
         """Call an operation. ``has_bits``: its kernel may compute lazy conjugates, which of real numbers only
         some do."""
         began = time.perf_counter()
-        if has_bits or operation.writes_inside or dual_level() >= 0:
+        if operation.may_autocast and nesting():
+            result = self._call_with_autocast(operation, args, kwargs)
+        elif has_bits or operation.writes_inside or dual_level() >= 0:
             with with_lazy_bits(versions=operation.writes_inside):
                 result = operation.func(*args, **kwargs)
         else:
             result = operation.func(*args, **kwargs)
         self._called_seconds += time.perf_counter() - began
+        return result
+
+    def _call_with_autocast(self, operation: Operation, args: Any, kwargs: Any) -> Any:
+        """Call an operation whose kernel may call others that autocast handles, in a context of autocast."""
+        func, autocast, versions = operation.func, self._autocast, operation.writes_inside
+        device = next((each.device.type for each in tensors_of(args)), "")
+        is_known = autocast is not None and autocast.is_known
+        is_on = is_known and autocast is not None and device in autocast.types
+        # What an operation calls that autocast itself handles is not reached by it.
+        if not device or is_cast(func, device) or (is_known and not is_on):
+            with with_lazy_bits(versions=versions):
+                return func(*args, **kwargs)
+        if is_on and func.namespace != "aten":
+            with with_lazy_bits(versions=versions, keys=[key_of(device)]):
+                return func(*args, **kwargs)
+        watched = Watched()
+        with with_lazy_bits(versions=versions):
+            result = watched.call(func, device, args, kwargs)
+        if watched.found is not None:
+            raise UsageError(_AUTOCAST.format(operation.name, watched.found))
         return result
 
     def _record(self, func: Any, operation: Operation, args: Any, kwargs: Any) -> Any:
@@ -314,6 +346,8 @@ class Tape(SilentMode):
                 result = self._bits.saw(func, args, kwargs, found, depth=3)
             if result is not found:
                 reason = reason or _OTHERWISE
+        if not reason and operation.may_autocast and nesting():
+            reason = _CAST
         if not reason:
             reason = self._reason_of(operation, op, args, result)
         key = 0
@@ -333,7 +367,12 @@ class Tape(SilentMode):
             written = [
                 (each.place, each.fills, each.is_statistic, each.memory.state) for each in writes
             ]
-            is_plain = not (has_bits or operation.makes_bits or operation.writes_inside)
+            is_plain = not (
+                has_bits
+                or operation.makes_bits
+                or operation.writes_inside
+                or operation.may_autocast
+            )
             self.steps.append(RawStep(op, reason, states, written, is_plain, self._states))
         return result
 
