@@ -60,6 +60,28 @@ def test_a_custom_operator_computes_as_under_no_mode(enabled):
     stash.close()
 
 
+def test_a_tape_that_begins_amid_an_operation_takes_autocast_for_unknown():
+    """In a step that begins inside of a context, with a product: its kernel runs without autocast."""
+    net, stash = nn.Linear(16, 16), Stash(min_bytes=0, policy=lambda saved: Action("recompute"))
+
+    def step():
+        torch.manual_seed(0)
+        x = torch.randn(16, 16, requires_grad=True)
+        y = net(x).float()
+        with torch.no_grad():
+            z = OPS.product(y, y)
+        (y.sin() * z).cos().sum().backward()
+        return x.grad
+
+    with autocast():
+        true = step()
+        with stash:
+            for _ in range(4):
+                with contextlib.suppress(UsageError):
+                    assert torch.equal(step(), true)
+    stash.close()
+
+
 def test_what_a_declared_operator_computes_under_autocast_is_held():
     """A replay has no autocast. Without it, the same module's operator is replayed."""
     recomputable(OPS.product)
