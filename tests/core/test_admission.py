@@ -88,7 +88,7 @@ class Around:
             tiers_of=lambda device: self.tiers if device == CPU else f"device {device.type}",
             reclaim_queue=ReclaimQueue(),
             add=lambda block, separate: self.added.append(block),
-            predictor=SimpleNamespace(passes=1),
+            predictor=SimpleNamespace(next_pass=0, passes=1),
             save_counts=SaveCounts(),
             planners={},
             small_steps=None,
