@@ -8,6 +8,7 @@ from torch import nn
 
 from backstash import Action, Stash, recomputable
 from backstash.errors import UsageError
+from backstash.graph import Binomial, checkpoint_loop
 
 library = torch.library.Library("backstash_autocast_inside", "DEF")
 library.define("product(Tensor a, Tensor b) -> Tensor")
@@ -117,3 +118,15 @@ def test_operators_of_pytorch_s_that_call_products_are_an_error():
     with autocast(), stash, pytest.raises(UsageError, match=r"_trilinear.*autocast"):
         net(x, x)
     stash.close()
+
+
+def test_the_steps_of_a_loop():
+    """A step runs again in backward, in a mode that records what it writes."""
+    net = Product()
+    torch.manual_seed(0)
+    x = torch.randn(16, 16, requires_grad=True)
+    with autocast():
+        true = net(net(net(net(x)))).sum()
+        found = checkpoint_loop(net, x, 4, schedule=Binomial(2)).sum()
+    (expected,) = torch.autograd.grad(true, x)
+    assert torch.equal(torch.autograd.grad(found, x)[0], expected)

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch.autocast import Autocast, Watched, is_cast, key_of, nesting
+from .._torch.autocast import Autocast, call_with_autocast, nesting
 from .._torch.dispatch import (
     SilentMode,
     dispatch_modes,
@@ -105,10 +105,6 @@ _NODE = (
 _TANGENT = (
     "forward-mode AD inside of a forward computes the tangent of {} differently while the forward is recorded: "
     "compute it outside of what is recomputed or planned, or give Stash(recompute=False)"
-)
-_AUTOCAST = (
-    "{} calls {}, which torch.autocast does not reach while the forward is recorded, and whether autocast is "
-    "on is not known: enter it outside of what is recomputed or planned, or give Stash(recompute=False)"
 )
 _CAST = "its kernel may call what torch.autocast handles, which a replay does not use"
 _OTHER_STREAM = "it was made on another stream"
@@ -254,7 +250,7 @@ class Tape(SilentMode):
                 raise UsageError(_NODE.format(name))
         operation = operations.get(id(func)) or operation_of(func)
         if operation.may_autocast and nesting():
-            return self._call_with_autocast(operation, args, kwargs)
+            return call_with_autocast(self._autocast, operation, args, kwargs)
         with with_lazy_bits(versions=operation.writes_inside):
             result = func(*args, **kwargs)
             return self._bits.saw(func, args, kwargs, result, depth=3)
@@ -280,33 +276,13 @@ class Tape(SilentMode):
         some do."""
         began = time.perf_counter()
         if operation.may_autocast and nesting():
-            result = self._call_with_autocast(operation, args, kwargs)
+            result = call_with_autocast(self._autocast, operation, args, kwargs)
         elif has_bits or operation.writes_inside or dual_level() >= 0:
             with with_lazy_bits(versions=operation.writes_inside):
                 result = operation.func(*args, **kwargs)
         else:
             result = operation.func(*args, **kwargs)
         self._called_seconds += time.perf_counter() - began
-        return result
-
-    def _call_with_autocast(self, operation: Operation, args: Any, kwargs: Any) -> Any:
-        """Call an operation whose kernel may call others that autocast handles, in a context of autocast."""
-        func, autocast, versions = operation.func, self._autocast, operation.writes_inside
-        device = next((each.device.type for each in tensors_of(args)), "")
-        is_known = autocast is not None and autocast.is_known
-        is_on = is_known and autocast is not None and device in autocast.types
-        # What an operation calls that autocast itself handles is not reached by it.
-        if not device or is_cast(func, device) or (is_known and not is_on):
-            with with_lazy_bits(versions=versions):
-                return func(*args, **kwargs)
-        if is_on and func.namespace != "aten":
-            with with_lazy_bits(versions=versions, keys=[key_of(device)]):
-                return func(*args, **kwargs)
-        watched = Watched()
-        with with_lazy_bits(versions=versions):
-            result = watched.call(func, device, args, kwargs)
-        if watched.found is not None:
-            raise UsageError(_AUTOCAST.format(operation.name, watched.found))
         return result
 
     def _record(self, func: Any, operation: Operation, args: Any, kwargs: Any) -> Any:
