@@ -10,6 +10,7 @@ from backstash.graph import Binomial, KeepAll, allow_mutation_on_saved_tensors, 
 
 library = torch.library.Library("backstash_writes_inside", "DEF")
 library.define("double_(Tensor(a!) x) -> ()")
+library.define("undeclared(Tensor x) -> Tensor")
 
 
 def _double(x):
@@ -17,6 +18,7 @@ def _double(x):
 
 
 library.impl("double_", _double, "CPU")
+library.impl("undeclared", lambda x: x.mul_(2) + 1, "CPU")
 
 
 @torch.library.custom_op("backstash_writes_inside::triple_", mutates_args=("x",))
@@ -34,6 +36,7 @@ WRITES = {
     "foreach of views": lambda a, b: torch._foreach_mul_([a[0], b[1:]], 2),
     "several results": lambda a, b: torch.unbind_copy(torch.stack([b, a]), out=[a, b]),
     "an old operator": lambda a, b: double_(a),
+    "one that does not say so": lambda a, b: torch.ops.backstash_writes_inside.undeclared(a),
     "a custom operator": lambda a, b: triple_(a),
     "an operation of PyTorch's": lambda a, b: a.mul_(2),
     "one with out=": lambda a, b: torch.ops.aten.avg_pool1d.out(torch.cat((b, b), 1), [2], out=a),

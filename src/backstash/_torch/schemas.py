@@ -157,8 +157,9 @@ class Operation:
         self.writes: tuple[int | str, ...] = ()
         """The arguments that it writes, by position or name."""
         self.writes_inside = False
-        """Whether only the in-place operations that its kernel calls raise the versions of these, such as
-        ``_foreach_mul_`` and custom operators. Under any dispatch mode they raise none (seen in torch 2.13)."""
+        """Whether only the in-place operations that its kernel calls raise the versions of what it writes. Under
+        any dispatch mode they raise none (seen in torch 2.13). So it is with ``_foreach_mul_``, and with custom
+        operators, which may not declare what they write."""
         self.out: tuple[int | str, ...] = ()
         """The arguments among them that are given as ``out=``."""
         self.is_view = False
@@ -202,7 +203,7 @@ class Operation:
             for place, each in places
             if each.alias_info is not None and each.alias_info.is_write
         )
-        if self.writes and has_kernels(func.name()):
+        if (self.writes or not is_pytorch_s) and has_kernels(func.name()):
             raises = torch._C.DispatchKey.ADInplaceOrView
             self.writes_inside = not func.has_kernel_for_dispatch_key(raises)
         self.out = tuple(place for place, each in places if each.is_out)
