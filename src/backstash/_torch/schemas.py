@@ -157,9 +157,9 @@ class Operation:
         self.writes: tuple[int | str, ...] = ()
         """The arguments that it writes, by position or name."""
         self.writes_inside = False
-        """Whether only the in-place operations that its kernel calls raise the versions of what it writes. Under
-        any dispatch mode they raise none (seen in torch 2.13). So it is with ``_foreach_mul_``, and with custom
-        operators, which may not declare what they write."""
+        """Whether only the in-place operations that its kernel calls raise the versions of what it writes.
+        Under any dispatch mode they raise none (seen in torch 2.13). So it is with ``_foreach_mul_``, and with
+        custom operators, which may not declare what they write."""
         self.out: tuple[int | str, ...] = ()
         """The arguments among them that are given as ``out=``."""
         self.is_view = False
