@@ -40,10 +40,6 @@ ALLOWED = {
 # What `_torch/` uses. Before a name is written down here, its file says which versions of PyTorch have it
 # and what is done where it is missing.
 USED = {
-    "autocast.py": {
-        "torch._C.DispatchKey",
-        "torch._C.DispatchKeySet",
-    },
     "checkpoints.py": {"_CachingTorchDispatchMode", "_checkpoint_without_reentrant_generator"},
     "clipping.py": {"_clip_grads_with_norm_"},
     "device_memory.py": {

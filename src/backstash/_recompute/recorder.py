@@ -113,7 +113,7 @@ class Recorder:
             tape = None
         if tape is None and thread_state.scopes and not in_backward() and self._is_wanted():
             if call_frame() is not None or self._marked != self._session.predictor.next_pass:
-                self._begin(thread_state, thread_state.scopes[0].frame, in_operation=True)
+                self._begin(thread_state, thread_state.scopes[0].frame)
         tape = thread_state.tape
         if tape is not None and tape.frame is None and not tape.is_marked:
             # Backward usually runs after the model returns, and no mode may be active then.
@@ -122,14 +122,12 @@ class Recorder:
                 self._marked = tape.number
         return tape
 
-    def _begin(
-        self, thread_state: ThreadState, frame: FrameType | None, *, in_operation: bool = False
-    ) -> None:
+    def _begin(self, thread_state: ThreadState, frame: FrameType | None) -> None:
         if count_dispatch_modes() or dual_level() >= 0:
             return  # the program's mode may change what operations compute, and the tape changes some tangents
         tape = thread_state.tape = ContextTape(MOST_OPERATIONS)
         tape.number, tape.frame = self._session.predictor.next_pass, frame
-        tape.enter(in_operation=in_operation)
+        tape.enter()
 
     def _drop_stale(self, thread_state: ThreadState) -> None:
         tape = thread_state.tape

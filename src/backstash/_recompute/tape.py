@@ -27,7 +27,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch.autocast import Autocast, call_with_autocast, nesting
 from .._torch.dispatch import (
     SilentMode,
     dispatch_modes,
@@ -106,7 +105,6 @@ _TANGENT = (
     "forward-mode AD inside of a forward computes the tangent of {} differently while the forward is recorded: "
     "compute it outside of what is recomputed or planned, or give Stash(recompute=False)"
 )
-_CAST = "its kernel may call what torch.autocast handles, which a replay does not use"
 _OTHER_STREAM = "it was made on another stream"
 _ANY_ORDER = "{} may add in a different order each time"
 PLAIN = frozenset((Tensor, torch.nn.Parameter))
@@ -135,7 +133,6 @@ class Tape(SilentMode):
         self._task = task_or_none()
         self._stream: Any = None
         self._bits = ModeBits()
-        self._autocast: Autocast | None = None
         self._is_complex = False  # whether an operand of the latest operation is complex
         self._settings: Settings = ()
         self._settings_hash = 0
@@ -154,9 +151,8 @@ class Tape(SilentMode):
         self.recorded: Callable[[], None] | None = None
         """Called once, after the next operation."""
 
-    def enter(self, *, in_operation: bool = False) -> None:
-        """Start recording what this thread computes. ``in_operation``: an operation is running."""
-        self._autocast = Autocast(is_certain=not in_operation)
+    def enter(self) -> None:
+        """Start recording what this thread computes."""
         push_mode(self)
 
     def leave(self) -> None:
@@ -249,8 +245,6 @@ class Tape(SilentMode):
             if name in NODES_THAT_DIFFER and not is_in_func_grad(sys._getframe(2)):
                 raise UsageError(_NODE.format(name))
         operation = operations.get(id(func)) or operation_of(func)
-        if operation.may_autocast and nesting():
-            return call_with_autocast(self._autocast, operation, args, kwargs)
         with with_lazy_bits(versions=operation.writes_inside):
             result = func(*args, **kwargs)
             return self._bits.saw(func, args, kwargs, result, depth=3)
@@ -275,9 +269,7 @@ class Tape(SilentMode):
         """Call an operation. ``has_bits``: its kernel may compute lazy conjugates, which of real numbers only
         some do."""
         began = time.perf_counter()
-        if operation.may_autocast and nesting():
-            result = call_with_autocast(self._autocast, operation, args, kwargs)
-        elif has_bits or operation.writes_inside or dual_level() >= 0:
+        if has_bits or operation.writes_inside or dual_level() >= 0:
             with with_lazy_bits(versions=operation.writes_inside):
                 result = operation.func(*args, **kwargs)
         else:
@@ -322,8 +314,6 @@ class Tape(SilentMode):
                 result = self._bits.saw(func, args, kwargs, found, depth=3)
             if result is not found:
                 reason = reason or _OTHERWISE
-        if not reason and operation.may_autocast and nesting():
-            reason = _CAST
         if not reason:
             reason = self._reason_of(operation, op, args, result)
         key = 0
@@ -343,12 +333,7 @@ class Tape(SilentMode):
             written = [
                 (each.place, each.fills, each.is_statistic, each.memory.state) for each in writes
             ]
-            is_plain = not (
-                has_bits
-                or operation.makes_bits
-                or operation.writes_inside
-                or operation.may_autocast
-            )
+            is_plain = not (has_bits or operation.makes_bits or operation.writes_inside)
             self.steps.append(RawStep(op, reason, states, written, is_plain, self._states))
         return result
 

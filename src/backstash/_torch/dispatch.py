@@ -6,7 +6,7 @@ Everything here exists in torch 2.11 to 2.15.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -160,9 +160,7 @@ class SilentMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False
 
 
-def with_lazy_bits(
-    *, versions: bool = False, keys: Sequence[Any] = ()
-) -> AbstractContextManager[None]:
+def with_lazy_bits(*, versions: bool = False) -> AbstractContextManager[None]:
     """Return a context for ``__torch_dispatch__`` in which kernels see lazy conjugation and negation.
 
     PyTorch excludes their dispatch keys there. A kernel that conjugates its own intermediate result, such as
@@ -172,12 +170,8 @@ def with_lazy_bits(
     Args:
         versions: whether the kernel's own in-place operations raise versions, too; see
             :attr:`~.schemas.Operation.writes_inside`.
-        keys: further dispatch keys that the kernel's own operations have.
     """
-    excluded = _exclude() - (_BITS_AND_VERSIONS if versions else _BITS)
-    for each in keys:
-        excluded = excluded - _keys(each)
-    return _force(_include(), excluded)
+    return _force(_include(), _exclude() - (_BITS_AND_VERSIONS if versions else _BITS))
 
 
 _forward_ad = optional("torch.autograd.forward_ad", None)

@@ -25,7 +25,6 @@ from torch.autograd.function import BackwardCFunction
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ..._recompute.operations import place_of
-from ..._torch.autocast import Autocast, call_with_autocast, nesting
 from ..._torch.dispatch import SilentMode, dual_level, put_back, take_off, with_lazy_bits
 from ..._torch.dynamo import leave_untraced
 from ..._torch.engine import current_node, task_or_none
@@ -65,7 +64,6 @@ class Effects(SilentMode):
 
     def __enter__(self) -> Effects:
         self._handle = register_module_forward_pre_hook(self._called)
-        self._autocast = Autocast(is_certain=True)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -163,9 +161,7 @@ class Effects(SilentMode):
         if operation.writes or operation.train_at >= 0:
             for tensor in operation.written(args, kwargs):
                 self._note(tensor)
-        if operation.may_autocast and nesting():
-            result = call_with_autocast(self._autocast, operation, args, kwargs)
-        elif (
+        if (
             operation.is_seen_by_bits
             or operation.makes_bits
             or operation.writes_inside
