@@ -247,6 +247,8 @@ class Tape(SilentMode):
         operation = operations.get(id(func)) or operation_of(func)
         with with_lazy_bits(versions=operation.writes_inside):
             result = func(*args, **kwargs)
+            if operation.lacks_formula:
+                operation.check_formula(args, kwargs, result)
             return self._bits.saw(func, args, kwargs, result, depth=3)
 
     def take_seconds(self) -> float:
@@ -275,6 +277,8 @@ class Tape(SilentMode):
         else:
             result = operation.func(*args, **kwargs)
         self._called_seconds += time.perf_counter() - began
+        if operation.lacks_formula:
+            operation.check_formula(args, kwargs, result)
         return result
 
     def _record(self, func: Any, operation: Operation, args: Any, kwargs: Any) -> Any:

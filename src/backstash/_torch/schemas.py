@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import UsageError
 from .dispatch import has_kernels, schema_of
 from .mode_bits import OPERATIONS_SEEN, TANGENTS_THAT_DIFFER
 
@@ -63,6 +64,11 @@ OF_TRAINING = dict.fromkeys(
 )  # fmt: skip
 """These write running statistics, their arguments 3 and 4, if the argument at this position is true. Their
 schemas do not say so."""
+_NO_FORMULA = (
+    "{} has no formula for backward, so autograd would have to look into its kernel, which it cannot while a "
+    "forward is recorded: register one (torch.library.register_autograd), call it without gradients, or give "
+    "Stash(recompute=False)"
+)
 _DROPOUTS = ("dropout_p", "dropout")
 STATISTICS = (3, 4)
 """The arguments that hold running statistics."""
@@ -120,6 +126,11 @@ def _is_composite(func: Any) -> bool:
     )
 
 
+def _autograd_keys() -> list[Any]:
+    keys = torch._C.DispatchKey
+    return [keys.AutogradCPU, keys.AutogradCUDA, keys.AutogradXPU, keys.AutogradPrivateUse1]
+
+
 class Operation:
     """The properties of one overload of an operator."""
 
@@ -133,6 +144,7 @@ class Operation:
         "is_random",
         "is_seen_by_bits",
         "is_view",
+        "lacks_formula",
         "makes_bits",
         "name",
         "out",
@@ -158,6 +170,8 @@ class Operation:
         custom operators, which may not declare what they write."""
         self.out: tuple[int | str, ...] = ()
         """The arguments among them that are given as ``out=``."""
+        self.lacks_formula = False
+        """Whether autograd has to look into its kernel, which it cannot under a dispatch mode."""
         self.is_view = False
         """Whether its result shares memory with an argument, and it writes nothing."""
         self.is_product = _is_product(base)
@@ -200,11 +214,27 @@ class Operation:
         if (self.writes or not is_pytorch_s) and has_kernels(func.name()):
             raises = torch._C.DispatchKey.ADInplaceOrView
             self.writes_inside = not func.has_kernel_for_dispatch_key(raises)
+        if not (is_pytorch_s or is_composite) and has_kernels(func.name()):
+            self.lacks_formula = not any(map(func.has_kernel_for_dispatch_key, _autograd_keys()))
         self.out = tuple(place for place, each in places if each.is_out)
         self.dropout = tuple(place for place, each in places if each.name in _DROPOUTS)
         self.is_view = not self.writes and any(
             each.alias_info is not None and not each.alias_info.is_write for each in schema.returns
         )
+
+    def check_formula(self, args: Any, kwargs: Any, result: Any) -> None:
+        """Raise if plain PyTorch would have differentiated through the kernel, after a call under a mode.
+
+        Raises:
+            UsageError: see above.
+        """
+        if not torch.is_grad_enabled():
+            return
+        given = [*tensors_of(args), *tensors_of((*kwargs.values(),))]
+        made = given if self.writes else tensors_of(result)
+        if any(each.requires_grad for each in given):
+            if any(each.is_floating_point() or each.is_complex() for each in made):
+                raise UsageError(_NO_FORMULA.format(self.name))
 
     def writes_statistics(self, args: Any) -> bool:
         """Return whether a call with these arguments writes running statistics."""

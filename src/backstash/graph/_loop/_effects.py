@@ -174,6 +174,8 @@ class Effects(SilentMode):
                     result = self._bits.saw(func, args, kwargs, result, depth=2)
         else:
             result = func(*args, **kwargs)
+        if operation.lacks_formula:
+            operation.check_formula(args, kwargs, result)
         if not operation.is_view:
             self._made(result, args, kwargs)
         return result
