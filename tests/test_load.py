@@ -100,7 +100,7 @@ def test_a_hundred_graphs_in_random_order(tmp_path, mix):
     assert many_graphs(mix, str(tmp_path), rounds=1, seed=5) == []
 
 
-@pytest.mark.parametrize("mode", ["in place", "disk"])
+@pytest.mark.parametrize("mode", mostly_long(["in place", "disk"], "disk"))
 def test_many_blocks_come_and_go(tmp_path, mode):
     assert mode in MODES
     *moments, last = many_blocks(mode, str(tmp_path), counts=[1000, 10_000])
@@ -116,7 +116,7 @@ def test_steps_of_changing_shapes_leave_nothing(tmp_path, tiers):
     assert growth([look.held for look in looks]) == []
 
 
-@pytest.mark.parametrize("leak", LEAKS)
+@pytest.mark.parametrize("leak", mostly_long(LEAKS, "blocks"))
 def test_a_leak_would_be_found(tmp_path, leak):
     looks = changing_steps("keep, disk", str(tmp_path), steps=36, seed=0, leak=leak)
     assert growth([look.held for look in looks])

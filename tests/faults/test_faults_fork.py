@@ -194,7 +194,6 @@ assert not problems, problems
         itertools.product(
             ("os.fork", "multiprocessing"), ("disk", "at once", "packed", "accelerator")
         ),
-        ("os.fork", "disk"),
         ("multiprocessing", "accelerator"),
     ),
 )

@@ -102,7 +102,7 @@ def test_an_interrupt_while_a_graph_is_freed_is_not_swallowed(tmp_path):
     assert not wrong_after(stash)
 
 
-@pytest.mark.parametrize("mix", mostly_long(MIXES, "disk", "accelerator"))
+@pytest.mark.parametrize("mix", mostly_long(MIXES, "disk"))
 def test_signals_from_outside(tmp_path, mix):
     result = run_python(PRESSES, mix, tmp_path, 1, 0.5)
     assert (result.returncode, result.stderr) == (0, ""), result.stdout + result.stderr

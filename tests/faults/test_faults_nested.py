@@ -171,7 +171,6 @@ assert not problems, problems
     mostly_long(
         itertools.product(("disk", "at once"), ("stats", "a step")),
         ("disk", "a step"),
-        ("at once", "stats"),
     ),
 )
 def test_a_handler_of_a_timer(tmp_path, mix, call):

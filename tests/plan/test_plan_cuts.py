@@ -19,6 +19,7 @@ from backstash._plan.trace import Links, Moment, Option, RegionCut, Trace, Trace
 from backstash._recompute.replay import Values
 from backstash.errors import UsageError
 from counted_memory import MIB, OTHER, CountedMemory
+from long_tests import mostly_long
 
 
 def any_graph(draw):
@@ -172,7 +173,9 @@ class Layer(nn.Module):
         return x
 
 
-@pytest.mark.parametrize(("stays", "operations"), [({1, 4}, 12.5), ({0, 3, 5, 7}, 8)])
+@pytest.mark.parametrize(
+    ("stays", "operations"), mostly_long([({1, 4}, 12.5), ({0, 3, 5, 7}, 8)], ({1, 4}, 12.5))
+)
 def test_a_part_of_each_module_is_recomputed(monkeypatch, tmp_path, stays, operations):
     """With the same gradients, the classes of what stays as they were measured, and from a file."""
     for where in (backstash._budget.planner, backstash._budget.first_steps):

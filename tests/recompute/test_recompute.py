@@ -38,6 +38,7 @@ from backstash._torch import schemas
 from backstash._torch.dispatch import dispatch_modes
 from backstash.errors import InplaceError, StashClosedError, UsageError
 from backstash.testing import CountedDevice, MemoryStore, TwinDevice, stash_on
+from long_tests import mostly_long
 from oracle import same_bits
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
@@ -2083,7 +2084,7 @@ def test_one_dimension_from_the_end_is_not_two_from_the_end():
     assert found[0].key != found[1].key
 
 
-@pytest.mark.parametrize("has_kernel", [True, False])
+@pytest.mark.parametrize("has_kernel", mostly_long([True, False], True))
 def test_a_norm_with_a_kernel_of_another_accelerator_is_no_composite(has_kernel):
     """In a process of its own, since the kernel stays."""
     if torch.version.cuda and not has_kernel:

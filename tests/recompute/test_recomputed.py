@@ -742,13 +742,13 @@ def test_a_wrong_replay_is_not_used_and_without_the_comparison_found(monkeypatch
         return made + 1e-3 if is_wrong else made
 
     monkeypatch.setattr(Replay, "result", wrong_result)
-    wrong, said = networks(40)
+    wrong, said = networks(20)
     assert not wrong and said["recomputed bytes"]
     monkeypatch.setattr(Packer, "_reason_to_doubt", lambda packer, block, replay: "")
-    wrong, _ = networks(40)
+    wrong, _ = networks(20)
     assert any("InplaceError" in each for each in wrong)  # by the fingerprint
     monkeypatch.setattr(_packing, "_check", lambda *given: None)
-    wrong, _ = networks(40)
+    wrong, _ = networks(20)
     assert any("other bits" in each for each in wrong)
 
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from .._saved.held import Held
+from .._torch.autocast import is_autocast_near
 from .._torch.modules import is_running
 from .._torch.schemas import has_complex
 from .._torch.storages import storage_identity
@@ -262,6 +263,8 @@ class ForwardTape(Tape):  # type: ignore[no-untyped-call]
         if step.may_replay and not self._is_as(step, args, kwargs):
             return self._differ()
         if operation.is_seen_by_bits and self._bits.may_differ(func, args, depth=3):
+            return self._differ()
+        if operation.may_autocast and step.may_replay and is_autocast_near():
             return self._differ()
         writes: list[WriteOp] = []
         in_training = operation.train_at >= 0 and operation.writes_statistics(args)

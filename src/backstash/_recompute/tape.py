@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._torch.autocast import is_autocast_near, kernel_of
 from .._torch.dispatch import (
     SilentMode,
     dispatch_modes,
@@ -105,6 +106,7 @@ _TANGENT = (
     "forward-mode AD inside of a forward computes the tangent of {} differently while the forward is recorded: "
     "compute it outside of what is recomputed or planned, or give Stash(recompute=False)"
 )
+_CAST = "its kernel may call what torch.autocast handles, which a replay does not use"
 _OTHER_STREAM = "it was made on another stream"
 _ANY_ORDER = "{} may add in a different order each time"
 PLAIN = frozenset((Tensor, torch.nn.Parameter))
@@ -245,7 +247,7 @@ class Tape(SilentMode):
             if name in NODES_THAT_DIFFER and not is_in_func_grad(sys._getframe(2)):
                 raise UsageError(_NODE.format(name))
         operation = operations.get(id(func)) or operation_of(func)
-        with with_lazy_bits(versions=operation.writes_inside):
+        with kernel_of(operation, args, kwargs):
             result = func(*args, **kwargs)
             if operation.lacks_formula:
                 operation.check_formula(args, kwargs, result)
@@ -271,8 +273,8 @@ class Tape(SilentMode):
         """Call an operation. ``has_bits``: its kernel may compute lazy conjugates, which of real numbers only
         some do."""
         began = time.perf_counter()
-        if has_bits or operation.writes_inside or dual_level() >= 0:
-            with with_lazy_bits(versions=operation.writes_inside):
+        if has_bits or operation.writes_inside or operation.may_autocast or dual_level() >= 0:
+            with kernel_of(operation, args, kwargs):
                 result = operation.func(*args, **kwargs)
         else:
             result = operation.func(*args, **kwargs)
@@ -318,6 +320,8 @@ class Tape(SilentMode):
                 result = self._bits.saw(func, args, kwargs, found, depth=3)
             if result is not found:
                 reason = reason or _OTHERWISE
+        if not reason and operation.may_autocast and is_autocast_near():
+            reason = _CAST
         if not reason:
             reason = self._reason_of(operation, op, args, result)
         key = 0
@@ -337,7 +341,12 @@ class Tape(SilentMode):
             written = [
                 (each.place, each.fills, each.is_statistic, each.memory.state) for each in writes
             ]
-            is_plain = not (has_bits or operation.makes_bits or operation.writes_inside)
+            is_plain = not (
+                has_bits
+                or operation.makes_bits
+                or operation.writes_inside
+                or operation.may_autocast
+            )
             self.steps.append(RawStep(op, reason, states, written, is_plain, self._states))
         return result
 

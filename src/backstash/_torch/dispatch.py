@@ -6,10 +6,11 @@ Everything here exists in torch 2.11 to 2.15.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from torch.overrides import enable_reentrant_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .lookup import optional, required
@@ -22,6 +23,7 @@ __all__ = [
     "count_function_modes",
     "dispatch_modes",
     "dual_level",
+    "excluded_at_call",
     "has_kernels",
     "innermost_mode",
     "pause_mode",
@@ -160,7 +162,9 @@ class SilentMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False
 
 
-def with_lazy_bits(*, versions: bool = False) -> AbstractContextManager[None]:
+def with_lazy_bits(
+    *, versions: bool = False, keys: Sequence[Any] = ()
+) -> AbstractContextManager[None]:
     """Return a context for ``__torch_dispatch__`` in which kernels see lazy conjugation and negation.
 
     PyTorch excludes their dispatch keys there. A kernel that conjugates its own intermediate result, such as
@@ -170,8 +174,19 @@ def with_lazy_bits(*, versions: bool = False) -> AbstractContextManager[None]:
     Args:
         versions: whether the kernel's own in-place operations raise versions, too; see
             :attr:`~.schemas.Operation.writes_inside`.
+        keys: further dispatch keys that the kernel's own operations have.
     """
-    return _force(_include(), _exclude() - (_BITS_AND_VERSIONS if versions else _BITS))
+    excluded = _exclude() - (_BITS_AND_VERSIONS if versions else _BITS)
+    for each in keys:
+        excluded = excluded - _keys(each)
+    return _force(_include(), excluded)
+
+
+def excluded_at_call() -> Any:
+    """Return the dispatch keys that were excluded where the program called the operation that runs now, in
+    ``__torch_dispatch__``. If a kernel called it: where the program called the outermost operation."""
+    with enable_reentrant_dispatch():
+        return _exclude()
 
 
 _forward_ad = optional("torch.autograd.forward_ad", None)

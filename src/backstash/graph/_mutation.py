@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .._torch.dispatch import TorchDispatchMode, schema_of, with_lazy_bits
+from .._torch.autocast import kernel_of
+from .._torch.dispatch import TorchDispatchMode, schema_of
 from .._torch.hook_stack import Pair, current_pair, own_pack, pop_owned, push, replace_current
 from .._torch.schemas import operation_of
 from ..errors import UsageError
@@ -229,8 +230,9 @@ class _CloneBeforeWrite(TorchDispatchMode):
                 if isinstance(tensor, Tensor):
                     moves_only = torch.Tag.inplace_view in func.tags
                     self.table.before_write(tensor, moves_only=moves_only)
-        if operation_of(func).writes_inside:
-            with with_lazy_bits(versions=True):
+        operation = operation_of(func)
+        if operation.writes_inside or operation.may_autocast:
+            with kernel_of(operation, args, kwargs):
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
 

@@ -25,7 +25,8 @@ from torch.autograd.function import BackwardCFunction
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ..._recompute.operations import place_of
-from ..._torch.dispatch import SilentMode, dual_level, put_back, take_off, with_lazy_bits
+from ..._torch.autocast import kernel_of
+from ..._torch.dispatch import SilentMode, dual_level, put_back, take_off
 from ..._torch.dynamo import leave_untraced
 from ..._torch.engine import current_node, task_or_none
 from ..._torch.hook_dicts import call_before_hooks
@@ -164,11 +165,12 @@ class Effects(SilentMode):
         if (
             operation.is_seen_by_bits
             or operation.makes_bits
+            or operation.may_autocast
             or operation.writes_inside
             or has_complex(args)
             or in_forward_mode
         ):
-            with with_lazy_bits(versions=operation.writes_inside):
+            with kernel_of(operation, args, kwargs):
                 result = func(*args, **kwargs)
                 if operation.is_seen_by_bits:
                     result = self._bits.saw(func, args, kwargs, result, depth=2)
