@@ -26,6 +26,11 @@ def triple_(x: torch.Tensor) -> None:
     x.mul_(3)
 
 
+@torch.library.custom_op("backstash_writes_inside::more_", mutates_args=("x",))
+def more_(x: torch.Tensor, y: torch.Tensor) -> None:
+    y.mul_(3)
+
+
 def double_(x):
     torch.ops.backstash_writes_inside.double_(x)
 
@@ -38,6 +43,7 @@ WRITES = {
     "an old operator": lambda a, b: double_(a),
     "one that does not say so": lambda a, b: torch.ops.backstash_writes_inside.undeclared(a),
     "a custom operator": lambda a, b: triple_(a),
+    "a custom operator that writes more than it says": lambda a, b: more_(torch.ones(2), a),
     "an operation of PyTorch's": lambda a, b: a.mul_(2),
     "one with out=": lambda a, b: torch.ops.aten.avg_pool1d.out(torch.cat((b, b), 1), [2], out=a),
 }

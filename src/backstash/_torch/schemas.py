@@ -171,7 +171,7 @@ class Operation:
         self.writes_inside = False
         """Whether only the in-place operations that its kernel calls raise the versions of what it writes.
         Under any dispatch mode they raise none (seen in torch 2.13). So it is with ``_foreach_mul_``, and with
-        custom operators, which may not declare what they write."""
+        custom operators, which may write more than they declare. Versions may rise by one more than in plain."""
         self.out: tuple[int | str, ...] = ()
         """The arguments among them that are given as ``out=``."""
         self.lacks_formula = False
@@ -221,7 +221,8 @@ class Operation:
         )
         if (self.writes or not is_pytorch_s) and has_kernels(func.name()):
             raises = torch._C.DispatchKey.ADInplaceOrView
-            self.writes_inside = not func.has_kernel_for_dispatch_key(raises)
+            may_write_more = bool(self.writes) and not is_pytorch_s
+            self.writes_inside = may_write_more or not func.has_kernel_for_dispatch_key(raises)
         if not (is_pytorch_s or is_composite) and has_kernels(func.name()):
             self.lacks_formula = not any(map(func.has_kernel_for_dispatch_key, _autograd_keys()))
         self.out = tuple(place for place, each in places if each.is_out)
