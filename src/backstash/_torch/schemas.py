@@ -171,7 +171,7 @@ class Operation:
         self.writes_inside = False
         """Whether only the in-place operations that its kernel calls raise the versions of what it writes.
         Under any dispatch mode they raise none (seen in torch 2.13). So it is with ``_foreach_mul_``, and with
-        custom operators, which may write more than they declare. Versions may rise by one more than in plain."""
+        custom operators, which may write more than they declare. There, versions may rise by one too much."""
         self.out: tuple[int | str, ...] = ()
         """The arguments among them that are given as ``out=``."""
         self.lacks_formula = False
