@@ -45,6 +45,8 @@ USED = {
         "torch._C.DispatchKey",
         "torch._C._dispatch_kernel_for_dispatch_key_is_fallthrough",
         "torch._C._get_privateuse1_backend_name",
+        "torch._C._profiler.gather_traceback",
+        "torch._C._profiler.symbolize_tracebacks",
     },
     "checkpoints.py": {"_CachingTorchDispatchMode", "_checkpoint_without_reentrant_generator"},
     "clipping.py": {"_clip_grads_with_norm_"},

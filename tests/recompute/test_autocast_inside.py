@@ -10,7 +10,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from backstash import Action, Stash, recomputable
-from backstash.errors import UsageError
+from backstash.errors import StashWarning, UsageError
 from backstash.graph import Binomial, allow_mutation_on_saved_tensors, checkpoint_loop
 
 library = torch.library.Library("backstash_autocast_inside", "DEF")
@@ -20,6 +20,10 @@ FORMS = {
     "handled(Tensor a, Tensor b) -> Tensor": (lambda a, b: (a @ b).float(), "CPU"),
     "composite(Tensor a, Tensor b) -> Tensor": (
         lambda a, b: OPS.product(a, b),
+        "CompositeImplicitAutograd",
+    ),
+    "composite_quiet(Tensor a, Tensor b) -> Tensor": (
+        lambda a, b: under(False)(OPS.product)(a, b),
         "CompositeImplicitAutograd",
     ),
     "named(*, Tensor[] all) -> Tensor": (lambda all: (all[0] @ all[1]).float(), "CPU"),
@@ -229,6 +233,38 @@ def test_where_the_state_is_not_known_it_is_an_error(call, way):
         agree(make)
     (other,) = gradients(make(), None, NO_CONTEXT)
     assert other is not None
+
+
+@torch.jit.script
+def scripted(a, b):
+    return torch.ops.backstash_autocast_inside.composite_quiet(a, b)
+
+
+@torch.jit.script
+def scripted_product(a, b):
+    return torch.ops.backstash_autocast_inside.product(a, b)
+
+
+@pytest.mark.parametrize("way", ["module", "context"])
+@pytest.mark.parametrize("call", [scripted, scripted_product], ids=["kernel of Python's", "kernel"])
+def test_below_torchscript_it_is_an_error(call, way):
+    """TorchScript leaves no frame of Python where it calls the operator whose kernel turns autocast off. Its
+    own error has no text, so a warning has it."""
+    for make, outside in (
+        (partial(Product, call=call), autocast),
+        (partial(Product, under(), call), NO_CONTEXT),
+    ):
+        net = make()
+        with (
+            recording(net, way) as stash,
+            pytest.warns(StashWarning, match="autocast is on inside of"),
+            pytest.raises(RuntimeError, match="TorchScript interpreter"),
+        ):
+            gradients(net, stash, outside)
+        (other,) = gradients(make(), None, outside)
+        assert other is not None
+    if call is scripted_product:
+        agree(partial(Product, call=call))
 
 
 @pytest.mark.parametrize("way", ["module", "context"])

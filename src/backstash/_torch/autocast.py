@@ -9,13 +9,14 @@ runs such a kernel with autocast as it was where the program called the operator
 from __future__ import annotations
 
 import sys
+import warnings
 from contextlib import AbstractContextManager
 from types import CodeType, FrameType
 from typing import Any
 
 import torch
 
-from ..errors import UsageError
+from ..errors import StashWarning, UsageError
 from .dispatch import excluded_at_call, with_lazy_bits
 from .lookup import optional
 from .schemas import Operation, tensors_of
@@ -24,7 +25,8 @@ __all__ = ["is_autocast_near", "kernel_of"]
 
 _UNKNOWN = (
     "whether torch.autocast is on inside of {} is not known while a forward is recorded, since another "
-    "operator may have called it: call it outside of torch.autocast, or give Stash(recompute=False)"
+    "operator or TorchScript may have called it: call it outside of torch.autocast, or give "
+    "Stash(recompute=False)"
 )
 _IN_OTHERS = "aten.linalg_pinv"
 """Called by ``torch.linalg.pinv``, inside of which autocast is on, and ``torch.pinverse``, where it is off."""
@@ -33,6 +35,8 @@ _key: Any = optional("torch._C.DispatchKey", None)
 _is_fallthrough: Any = optional(
     "torch._C._dispatch_kernel_for_dispatch_key_is_fallthrough", lambda name, key: False
 )
+_gather: Any = optional("torch._C._profiler.gather_traceback", None)
+_symbolize: Any = optional("torch._C._profiler.symbolize_tracebacks", None)
 _DEVICES = {"cpu": "CPU", "cuda": "CUDA", "hpu": "HPU", "mps": "MPS", "xpu": "XPU"}
 _AUTOGRAD = ("AutogradCPU", "AutogradCUDA", "AutogradXPU", "AutogradPrivateUse1", "AutogradOther")
 _CALLS: frozenset[CodeType] = frozenset(
@@ -45,8 +49,8 @@ _HERE = __file__.rpartition("_torch")[0]
 
 
 def is_autocast_near() -> bool:
-    """Return whether autocast is on or off by a context, or was on where the program called the operation, in
-    ``__torch_dispatch__``."""
+    """Return, in ``__torch_dispatch__``, whether a context of autocast is entered (one that turns it off, too),
+    or autocast was on where the program called the operation."""
     torch.autocast_increment_nesting()
     return torch.autocast_decrement_nesting() > 0 or bool(_autocasts())
 
@@ -71,8 +75,13 @@ def kernel_of(operation: Operation, args: Any, kwargs: Any) -> AbstractContextMa
     if not operation.may_autocast or not is_autocast_near():
         return with_lazy_bits(versions=operation.writes_inside)
     caller = _caller()
-    if caller == "operator" or (operation.name.startswith(_IN_OTHERS) and _may_cast(args)):
-        raise UsageError(_UNKNOWN.format(operation.name))
+    if caller in ("operator", "script") or (
+        operation.name.startswith(_IN_OTHERS) and _may_cast(args)
+    ):
+        error = UsageError(_UNKNOWN.format(operation.name))
+        if caller == "script":  # which raises an error without the text of this one
+            warnings.warn(str(error), StashWarning, stacklevel=2)
+        raise error
     if caller == "mode":
         return with_lazy_bits(versions=operation.writes_inside)
     types = {each.device.type for each in tensors_of((*args, *kwargs.values()))}
@@ -100,8 +109,12 @@ def _is_handled(func: Any, key: Any) -> bool:
 
 
 def _caller() -> str:
-    """Return what called the running operation: ``"program"``, another ``"operator"``, or a ``"mode"``, which
-    may be a subclass. Between the calls of two operators autocast may have been changed."""
+    """Return what called the running operation: ``"program"``, another ``"operator"``, a TorchScript
+    ``"script"``, or a ``"mode"``, which may be a subclass.
+
+    Between the calls of two operators autocast may have been changed. A script leaves no frame of Python where
+    it calls an operator, so what runs below one may be an operator's kernel.
+    """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_HERE):
         frame = frame.f_back
@@ -123,4 +136,11 @@ def _caller() -> str:
         elif is_within and not code.co_filename.startswith(_PYTORCH):
             is_within = False
         frame = frame.f_back
-    return "program"
+    return "script" if _is_below_script() else "program"
+
+
+def _is_below_script() -> bool:
+    """Return whether TorchScript runs on this thread."""
+    if _gather is None or _symbolize is None:
+        return False
+    return bool(_symbolize([_gather(False, True, False)])[0])
