@@ -1,7 +1,7 @@
 """What is checked on an accelerator: each by itself, small, and in an order that leaves the risky ones last.
 
 ``tests/test_gpu.py`` runs them, under pytest or alone. On the CPU a twin plays the accelerator, and
-``tests/test_simulated.py`` runs them on one that is simulated (``simulated``).
+``tests/device/test_simulated.py`` runs them on one that is simulated (``simulated``).
 """
 
 import contextlib

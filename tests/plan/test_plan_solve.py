@@ -265,7 +265,7 @@ def test_a_region_runs_again_where_that_is_cheapest(seconds):
 
 
 def test_all_members_of_a_region_have_the_same_choice():
-    for seed in range(3):
+    for seed in range(2):
         trace = random_trace(seed, regions=True)
         keep = [block.options["keep"] for block in trace.blocks]
         most, least = simulate(trace, keep, NONE).peak_bytes, smallest_budget(trace)
@@ -392,7 +392,7 @@ def random_trace(seed, layers=16, *, regions=False):
 @pytest.mark.parametrize("regions", mostly_long([False, True], True))
 def test_choices_are_near_the_bound_and_the_bound_is_one(regions):
     gaps = []
-    for seed in range(4 if regions else 8):
+    for seed in range(2 if regions else 8):
         trace = random_trace(seed, regions=regions)
         keep = [block.options["keep"] for block in trace.blocks]
         most = simulate(trace, keep, NONE).peak_bytes
@@ -543,7 +543,7 @@ def test_a_window_is_doubled_where_that_hides_more_and_halved_where_more_is_kept
 @pytest.mark.parametrize("regions", mostly_long([False, True], True))
 def test_looking_at_all_blocks_for_the_sake_of_a_few_is_not_chosen(regions):
     """Like blocks, of which the latest could as well move: the earliest do, and the rest costs nothing."""
-    for seed in range(3):
+    for seed in range(2):
         trace = looked_at(random_trace(seed, regions=regions), 0.002)
         keep = [block.options["keep"] for block in trace.blocks]
         most, least = simulate(trace, keep, NONE).peak_bytes, smallest_budget(trace)

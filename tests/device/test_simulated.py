@@ -12,7 +12,7 @@ import simulated
 from gpu_checks import CHECKS
 from long_tests import IS_ASKED_FOR, mostly_long, takes_long
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parent.parent
 RUNS = {"late": "0.03,1", "soon": "0.4,3"}
 
 
