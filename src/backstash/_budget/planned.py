@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from .._core.controller import StepClock
 from .._core.session import Session
 from .._plan.cuts import CallGraph
 from .._plan.regions import LEFT, ONCE, TRACED, Forward, Regions
@@ -52,9 +53,8 @@ class _Planner(Protocol):
 
     def end_trial(self, paused: Any) -> None: ...
 
-    def region_hook_begins(self) -> Any: ...
-
-    def hook_took(self, kind: str, began: Any) -> None: ...
+    @property
+    def clock(self) -> StepClock: ...
 
 
 class Planned:
@@ -132,11 +132,11 @@ class Planned:
 
     def hook_begins(self) -> Any:
         """Return the start of a hook, for :meth:`hook_took`."""
-        return self._planner.region_hook_begins()
+        return self._planner.clock.region_hook_begins()
 
     def hook_took(self, began: Any) -> None:
         """Exclude the time since ``began``, spent in the region's hook, from the step's computing."""
-        self._planner.hook_took("region hook", began)
+        self._planner.clock.hook_took("region hook", began)
 
     def leave(self, *, in_order: bool) -> None:
         """End the forward; ``in_order``: it raised no error and can be recomputed."""

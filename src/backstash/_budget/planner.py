@@ -30,7 +30,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .._core.controller import Controller, Prices
+from .._core.controller import Controller, Ways
 from .._device.base import Device
 from .._plan.regions import Forward, Regions
 from .._plan.simulate import Windows
@@ -55,7 +55,7 @@ from .limits import Limits
 from .meter import Meter, ProcessMeter, Sample
 from .planned import Planned, RecomputedRegion
 from .record import Costs, StepRecord, compared_with_unmanaged, links_of, trace_of
-from .recording import StepRecording
+from .recording import RecordingClock, StepRecording
 from .shape import EndedStep, StepShape
 from .solving import Kept, Solving, left_alone
 
@@ -120,6 +120,9 @@ class Planner(Controller):
             copies_aside=device is not None,
             keeps_first=device is None and tier is not None,
         )
+        self.clock: RecordingClock = RecordingClock(
+            self._meter, self._recording, lambda: self.asks_prices, is_process=device is None
+        )
         self._steps = 0
         self._has_failed = False  # whether this step ran out of memory
         self._is_in_backward = False
@@ -130,7 +133,6 @@ class Planner(Controller):
         self._corrections = Corrections()
         self._plain: StepFigures | None = None  # as the plan's trace says
         self._returned_bytes = 0  # returned to the system before this step
-        self._recording_seconds = 0.0  # of recording operations, not yet in any block's price
         self._reports = BudgetReports(self._budget, self._named, strict=strict)
         self.notes = self._reports.notes
         self._solving = Solving(windows, self.notes)
@@ -176,16 +178,14 @@ class Planner(Controller):
                 return False  # unnamed modules are attached to after the first step
         return not self.follower.choices.matched
 
-    def close(self) -> None:
-        """Stop measuring. If the steps were to measure the cost of any budget, make that plan now."""
-        if self._first_steps.learns:
+    def close(self, *, is_replaced: bool = False) -> None:
+        """See :meth:`Controller.close`. If the steps were to measure the cost of any budget, make that plan
+        now."""
+        if self._first_steps.learns and not is_replaced:
             self.conclude()
         self._recording.end()
-
-    def retire(self) -> None:
-        """Stop measuring, and restore the device: no one plans for it from now on."""
-        self._recording.end()
-        self._limits.end()
+        if is_replaced:
+            self._limits.end()
 
     def forked(self) -> None:
         """Reset in a forked process: it lacks the threads that sample and plan, and cannot use an
@@ -240,6 +240,7 @@ class Planner(Controller):
             # Free memory that this step began with is no reason to plan again.
             highest_bytes = max(min(highest_bytes, self._budget), highest_bytes - kept_free_bytes)
             self._end_planned(ended, record, StepFigures(highest_bytes, seconds), looked_bytes)
+        self._reports.check()
 
     def _end_planned(
         self, ended: EndedStep, record: StepRecord | None, found: StepFigures, looked_bytes: int
@@ -524,10 +525,6 @@ class Planner(Controller):
     def _smallest_of(self, trace: Trace) -> int:
         return smallest_budget(trace, allowed=self._allowed(), windows=self._limits.given_windows)
 
-    def check(self) -> None:
-        """See :meth:`Controller.check`."""
-        self._reports.check()
-
     def _ran_out(self, *, earlier: bool) -> str:
         """Hold less from now on, if possible: the device ran out of memory within the budget.
 
@@ -719,25 +716,21 @@ class Planner(Controller):
 
     # Called by the core: see :class:`Controller`.
 
-    def count(self, block: Block) -> None:
-        """See :meth:`Controller.count`."""
-        self.follower.count(block)
-
     def choose(
-        self, block: Block, tensor: Tensor, modules: Sequence[nn.Module], prices: Prices
+        self, block: Block, tensor: Tensor, modules: Sequence[nn.Module], ways: Ways | None
     ) -> str:
         """See :meth:`Controller.choose`."""
-        self.follower.count(block)
-        tier = self.follower.choose(block, tensor, modules)
+        follower = self.follower
+        follower.count(block)
+        if ways is None:
+            return ""
+        tier = follower.choose(block, tensor, modules)
         if self._recording.is_on and self.asks_prices:
             paused = self.pause()
-            self._was_priced(block, paused, prices())
+            self._was_priced(block, paused, ways.prices())
+        if tier == "recompute" and not ways.can_recompute():
+            return follower.instead
         return tier
-
-    @property
-    def instead(self) -> str:
-        """See :attr:`Controller.instead`."""
-        return self.follower.instead
 
     def may_leave_bytes(self, threads: int, *, is_block: bool = True) -> int:
         """See :meth:`Controller.may_leave_bytes`."""
@@ -796,16 +789,10 @@ class Planner(Controller):
         self._meter.resume(paused)
         again = prices.get("recompute")
         if again is not None:  # recomputing requires recording
-            seconds, self._recording_seconds = self._recording_seconds, 0.0
+            seconds = self.clock.take_recording_seconds()
             again = replace(again, save_seconds=again.save_seconds + seconds)
             prices = {**prices, "recompute": again}
         self._recording.note_prices(block.cleanup.serial, prices)
-
-    def recording_took(self, seconds: float) -> None:
-        """Exclude seconds spent recording operations since the last block from a measured step's computing."""
-        if self._device is None and self.asks_prices:
-            self._recording_seconds += seconds
-            self._meter.resume(time.perf_counter() - seconds)
 
     # Events of forwards of modules that may be recomputed.
 
@@ -826,11 +813,6 @@ class Planner(Controller):
             return False
         self._meter.note((kind, time.perf_counter(), 0.0, 0, number))
         return True
-
-    def region_hook_begins(self) -> Any:
-        """Return the start of a ``"region hook"`` for :meth:`hook_took`; an accelerator may have to wait for
-        such a hook."""
-        return self._meter.hook_begins() if self._device is not None else None
 
     def resume(self, paused: Any) -> float:
         """Exclude the trial of a region since :meth:`pause` from the step. Return its seconds."""
@@ -879,16 +861,6 @@ class Planner(Controller):
     def _spare_bytes(self) -> int:
         """Return the bytes that can still be allocated."""
         return spare_bytes() if self._device is None else self._device.free_bytes()
-
-    def hook_begins(self) -> Any:
-        """Return the start of a hook, for :meth:`hook_took`."""
-        return self._meter.hook_begins()
-
-    def hook_took(self, kind: str, began: Any) -> None:
-        """Record a ``"pack hook"`` or ``"unpack hook"`` for a block, or a ``"region hook"``, from ``began`` to
-        now."""
-        if self._recording.is_on and began is not None:
-            self._meter.hook_took(kind, began)
 
     # Making and following a plan.
 

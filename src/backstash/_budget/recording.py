@@ -1,10 +1,12 @@
-"""The record of a measured step: its events, and the class of each block."""
+"""The record of a measured step: its events, the class of each block, and the time of the stash's hooks."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from .._core.controller import StepClock
 from .._plan.regions import Regions
 from .._plan.trace import Option
 from .._runtime.trace import EventLog
@@ -12,7 +14,7 @@ from .guard import MemoryGuard
 from .meter import Meter
 from .record import StepRecord
 
-__all__ = ["StepRecording"]
+__all__ = ["RecordingClock", "StepRecording"]
 
 _GIVEN_BACK_BYTES = 64 << 20
 _OF_BLOCKS = ("save", "use", "free")
@@ -139,3 +141,50 @@ class StepRecording:
             self._freed_bytes, paused = 0, self._meter.pause()
             self._guard.trim()
             self._meter.resume(paused)
+
+
+class RecordingClock(StepClock):
+    """Excludes the stash's own time from the steps that are recorded.
+
+    Args:
+        meter: of the device.
+        recording: of the steps.
+        asks_prices: return whether the cost of each way to hold a block is measured now.
+        is_process: whether the meter is the CPU's.
+    """
+
+    def __init__(
+        self,
+        meter: Meter,
+        recording: StepRecording,
+        asks_prices: Callable[[], bool],
+        *,
+        is_process: bool,
+    ) -> None:
+        self._meter, self._recording = meter, recording
+        self._asks_prices, self._is_process = asks_prices, is_process
+        self._recording_seconds = 0.0  # of operations, not yet in any block's price
+
+    def hook_begins(self) -> Any:
+        """See :meth:`StepClock.hook_begins`."""
+        return self._meter.hook_begins()
+
+    def region_hook_begins(self) -> Any:
+        """See :meth:`StepClock.region_hook_begins`."""
+        return None if self._is_process else self._meter.hook_begins()
+
+    def hook_took(self, kind: str, began: Any) -> None:
+        """See :meth:`StepClock.hook_took`."""
+        if self._recording.is_on and began is not None:
+            self._meter.hook_took(kind, began)
+
+    def recording_took(self, seconds: float) -> None:
+        """See :meth:`StepClock.recording_took`."""
+        if self._is_process and self._asks_prices():
+            self._recording_seconds += seconds
+            self._meter.resume(time.perf_counter() - seconds)
+
+    def take_recording_seconds(self) -> float:
+        """Return the seconds of recording operations since the last call."""
+        seconds, self._recording_seconds = self._recording_seconds, 0.0
+        return seconds

@@ -84,6 +84,38 @@ class _Choice(NamedTuple):
     """The replay that recomputes it, in place of ``codec``."""
 
 
+class _Ways:
+    """See :class:`Ways`: of a block that the admission is adding."""
+
+    def __init__(
+        self,
+        admission: Admission,
+        block: Block,
+        tensor: Tensor,
+        thread_state: ThreadState,
+        packer: Packer,
+    ) -> None:
+        self._admission, self._packer = admission, packer
+        self._block, self._tensor, self._thread_state = block, tensor, thread_state
+
+    @functools.cached_property
+    def replay(self) -> Replayable | None:
+        """How to recompute the block."""
+        return self._admission.replay_of(self._tensor, self._thread_state)
+
+    def can_recompute(self) -> bool:
+        """See :class:`Ways`."""
+        return self.replay is not None
+
+    def prices(self) -> dict[str, Any]:
+        """See :class:`Ways`."""
+        self._block.reduction = Reduction(self._tensor.dtype)
+        found: dict[str, Any] = {"pack": self._packer.price(self._block, EXACT)}
+        if self.replay is not None:
+            found["recompute"] = self._packer.price_of_replay(self._block, self.replay)
+        return found
+
+
 _DEFAULT = _Choice()
 _MORE_LEFT = 8  # a call that is left may save 1/8 more than when it was measured
 
@@ -179,7 +211,7 @@ class Admission:
         if thread_state.tape is not None:
             seconds = thread_state.tape.take_seconds()
             for planner in self._session.planners.values():
-                planner.recording_took(seconds)
+                planner.clock.recording_took(seconds)
         began = self._session.hook_begins(tensor.device)
         try:
             return self._pack_large(tensor, thread_state, storage)
@@ -600,7 +632,7 @@ class Admission:
                 choice = self._planned(block, tensor, thread_state, modules, tiers, planner)
                 self._allow(planner, thread_state, tensor.device)
             else:
-                planner.count(block)
+                planner.choose(block, tensor, modules, None)
         elif session.small_steps is not None and choice == _DEFAULT and self._codec is None:
             storage = tensor.untyped_storage()
             which = storage_identity(storage) + storage.nbytes()
@@ -650,29 +682,15 @@ class Admission:
         tiers: DeviceTiers,
         controller: Controller,
     ) -> _Choice:
-        """Return the controller's choice. The controller may request the cost of each alternative."""
-        packer = tiers.packer
-
-        @functools.cache
-        def replays() -> Replayable | None:
-            return self._replay_of(tensor, thread_state)
-
-        def prices() -> dict[str, Any]:
-            block.reduction = Reduction(tensor.dtype)
-            found: dict[str, Any] = {"pack": packer.price(block, EXACT)}
-            if (replay := replays()) is not None:
-                found["recompute"] = packer.price_of_replay(block, replay)
-            return found
-
-        tier = controller.choose(block, tensor, modules, prices)
+        """Return the controller's choice."""
+        ways = _Ways(self, block, tensor, thread_state, tiers.packer)
+        tier = controller.choose(block, tensor, modules, ways)
         if tier == "pack":
             return _Choice(codec=EXACT)
-        if tier == "recompute":
-            replay = replays()
-            return _Choice(replay=replay) if replay is not None else _Choice(controller.instead)
-        return _Choice(tier)
+        return _Choice(replay=ways.replay) if tier == "recompute" else _Choice(tier)
 
-    def _replay_of(self, tensor: Tensor, thread_state: ThreadState) -> Replayable | None:
+    def replay_of(self, tensor: Tensor, thread_state: ThreadState) -> Replayable | None:
+        """Return how to recompute the storage of ``tensor``; ``None``: it cannot be."""
         self._recomputes = True
         if self.recorder is None:
             return None

@@ -7,23 +7,52 @@ given.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
 from .._saved.block import Block
 from .._tiers.device_tiers import DeviceTiers
 
-__all__ = ["Controller", "Prices"]
+__all__ = ["Controller", "StepClock", "Ways"]
 
-Prices = Callable[[], Mapping[str, Any]]
-"""Tries each way of holding a block. Returns its cost by the action's name; ``None``: impossible."""
+
+class Ways(Protocol):
+    """The ways to make a block smaller while it is added."""
+
+    def prices(self) -> Mapping[str, Any]:
+        """Try each way. Return its cost by the action's name; ``None``: impossible."""
+
+    def can_recompute(self) -> bool:
+        """Return whether the block can be recomputed."""
+
+
+class StepClock(ABC):
+    """Excludes the stash's own time from the steps that a controller measures. Needs no lock."""
+
+    @abstractmethod
+    def hook_begins(self) -> Any:
+        """Return the starting point for :meth:`hook_took`."""
+
+    @abstractmethod
+    def region_hook_begins(self) -> Any:
+        """Return the starting point for :meth:`hook_took` of a ``"region hook"``. May wait for a device."""
+
+    @abstractmethod
+    def hook_took(self, kind: str, began: Any) -> None:
+        """Record the time since ``began`` of a ``"pack hook"``, ``"unpack hook"`` or ``"region hook"``."""
+
+    @abstractmethod
+    def recording_took(self, seconds: float) -> None:
+        """Record how long operations were recorded since the last block."""
 
 
 class Controller(ABC):
     """Decides for one device. The caller holds the stash's lock, unless a method says otherwise."""
 
+    clock: StepClock
+    """The time of the steps that it measures."""
     min_bytes: int
     """The smallest storage that moves, unless the user of the stash sets it."""
     notes: dict[str, None]
@@ -35,14 +64,11 @@ class Controller(ABC):
 
     @abstractmethod
     def begin_step(self, tiers: DeviceTiers) -> None:
-        """Begin a step: its first block is being added to ``tiers``, and the step before has ended."""
-
-    @abstractmethod
-    def check(self) -> None:
-        """Raise an error about a step that has ended, if the user of the stash asked for that.
+        """Begin a step: its first block is being added to ``tiers``, and the step before has ended.
 
         Raises:
-            BudgetError: the step exceeded the budget.
+            BudgetError: an ended step exceeded the budget, and the user of the stash asked for an error. The
+                step has begun nevertheless.
         """
 
     @property
@@ -57,12 +83,8 @@ class Controller(ABC):
         """Count the bytes of storages that were saved in this step, each as often as it was saved."""
 
     @abstractmethod
-    def count(self, block: Block) -> None:
-        """Count a block for which a policy has decided."""
-
-    @abstractmethod
     def choose(
-        self, block: Block, tensor: Tensor, modules: Sequence[nn.Module], prices: Prices
+        self, block: Block, tensor: Tensor, modules: Sequence[nn.Module], ways: Ways | None
     ) -> str:
         """Decide what to do with a block that is being added.
 
@@ -70,17 +92,12 @@ class Controller(ABC):
             block: the block, which holds ``tensor``.
             tensor: the saved tensor.
             modules: the modules that are running, outermost first.
-            prices: may be called once.
+            ways: to make it smaller; ``None``: a policy has decided, and the block is only counted.
 
         Returns:
             ``"disk"`` or ``"host"``: it moves there at once; ``"pack"``; ``"recompute"``; ``""``: it stays, as
             far as the limit of the resident set allows.
         """
-
-    @property
-    @abstractmethod
-    def instead(self) -> str:
-        """What to do with a block that should be recomputed but cannot be, as in :meth:`choose`."""
 
     @abstractmethod
     def may_leave_bytes(self, threads: int, *, is_block: bool = True) -> int:
@@ -126,25 +143,7 @@ class Controller(ABC):
         """Return the plan for one forward of a module that may be recomputed (see
         :class:`~backstash._budget.planned.Planned`), or ``None`` to recompute it. Takes the lock itself."""
 
-    # Time, without the lock.
-
-    @abstractmethod
-    def hook_begins(self) -> Any:
-        """Return the starting point for :meth:`hook_took`."""
-
-    @abstractmethod
-    def region_hook_begins(self) -> Any:
-        """Return the starting point for :meth:`hook_took` of a ``"region hook"``. May wait for a device."""
-
-    @abstractmethod
-    def hook_took(self, kind: str, began: Any) -> None:
-        """Record the time since ``began`` of a ``"pack hook"``, ``"unpack hook"`` or ``"region hook"``."""
-
-    @abstractmethod
-    def recording_took(self, seconds: float) -> None:
-        """Record how long operations were recorded since the last block."""
-
-    # Its end.
+    # Its plan and its end.
 
     @property
     @abstractmethod
@@ -157,12 +156,8 @@ class Controller(ABC):
         """The latest plan, without waiting."""
 
     @abstractmethod
-    def close(self) -> None:
-        """Stop measuring."""
-
-    @abstractmethod
-    def retire(self) -> None:
-        """Stop measuring and restore the device's settings, since this controller no longer decides for it."""
+    def close(self, *, is_replaced: bool = False) -> None:
+        """Stop measuring. ``is_replaced``: it no longer decides for the device, whose settings are restored."""
 
     @abstractmethod
     def forked(self) -> None:

@@ -30,7 +30,7 @@ from .._torch.engine import sequence_number
 from ..errors import UsageError
 from ..memory import spare_bytes
 from ..policy import MIN_BYTES
-from .controller import Controller
+from .controller import Controller, StepClock
 
 __all__ = ["Session"]
 
@@ -146,7 +146,7 @@ class Session:
         """Remove the planner of the CPU. From now on its limit follows the free memory."""
         planner = self.planners.pop(0, None)
         if planner is not None:
-            planner.retire()
+            planner.close(is_replaced=True)
             self._limit(self.device_tiers[0])
 
     def limit(self, keep: int | str | None) -> None:
@@ -336,10 +336,11 @@ class Session:
             planner.count_saved(thread_state.uncounted_bytes())
         if planner is not None and tiers.number in self._due:
             self._due.discard(tiers.number)
-            planner.begin_step(tiers)
-            if self._least is None:
-                self.min_bytes = planner.min_bytes
-            planner.check()
+            try:
+                planner.begin_step(tiers)
+            finally:
+                if self._least is None:
+                    self.min_bytes = planner.min_bytes
             self._check_loaded()
         return planner
 
@@ -347,22 +348,23 @@ class Session:
         """Return the controller of a device whose step has begun; ``None`` if it has none or no block yet."""
         return None if tiers.number in self._due else self.planners.get(tiers.number)
 
-    def hook_begins(self, device: torch.device) -> list[tuple[Controller, Any]]:
+    def hook_begins(self, device: torch.device) -> list[tuple[StepClock, Any]]:
         """Return the starting point for :meth:`hook_took` of a hook for a tensor of ``device``."""
         tiers = self.known_tiers.get(device)
         planner = (
             None if tiers is None or isinstance(tiers, str) else self.planners.get(tiers.number)
         )
-        return [] if planner is None else [(planner, planner.hook_begins())]
+        return [] if planner is None else [(planner.clock, planner.clock.hook_begins())]
 
-    def region_hook_begins(self) -> list[tuple[Controller, Any]]:
+    def region_hook_begins(self) -> list[tuple[StepClock, Any]]:
         """Return the starting point for :meth:`hook_took` of a region's hook, for all devices."""
-        return [(each, each.region_hook_begins()) for each in list(self.planners.values())]
+        clocks = [each.clock for each in list(self.planners.values())]
+        return [(each, each.region_hook_begins()) for each in clocks]
 
-    def hook_took(self, kind: str, began: list[tuple[Controller, Any]]) -> None:
-        """See :meth:`Controller.hook_took`."""
-        for planner, at in began:
-            planner.hook_took(kind, at)
+    def hook_took(self, kind: str, began: list[tuple[StepClock, Any]]) -> None:
+        """See :meth:`StepClock.hook_took`."""
+        for clock, at in began:
+            clock.hook_took(kind, at)
 
     def _check_loaded(self) -> None:
         if self.planners and all(each.matches_nothing for each in self.planners.values()):
