@@ -260,6 +260,26 @@ def held_elsewhere(net, h):
     return torch.tanh(g + scaled).square()
 
 
+def used_after_all(net, h):
+    """What no replay runs in the usual way was computed from another number when one has to."""
+    other, out = h.mul((2.0, 3.0)[net.way]), torch.sigmoid(h)
+    return out + torch.sigmoid(other) if net.way == 1 else out
+
+
+def written_after_all(net, h):
+    """As above, in place."""
+    other, out = torch.zeros_like(h), torch.sigmoid(h)
+    other.add_(h, alpha=1.5 + net.way)
+    return out * torch.sigmoid(other) if net.way == 1 else out
+
+
+def complex_at_once(net, h):
+    """No replay runs this, and its operand is lazily conjugated only once."""
+    table = torch.complex(net.table[0], net.table[1]) if net.way == 1 else net.table[0]
+    other = torch.add(table.conj(), 1.5)
+    return torch.sigmoid(h + other.abs().detach().sum() * net.way)
+
+
 def longer(net, h):
     for _ in range(1 + net.way):
         h = torch.sigmoid(h)
@@ -390,7 +410,7 @@ ACTS = [
     in_longer_list, other_part, by_tensor, in_function, in_function_without_grad, several_written,
     held_elsewhere, tried_again, normed_in_function, other_statistics, written_by_another_thread,
     by_name, longer, another, dropped, undropped, normed, in_place, filled, without_grad, unseen_version,
-    caught, masked, saved_more, by_function, transformed, signed_complex_zero, conjugated, factored, decomposed,
+    caught, used_after_all, written_after_all, complex_at_once, masked, saved_more, by_function, transformed, signed_complex_zero, conjugated, factored, decomposed,
     inverted, of_values,
 ]  # fmt: skip
 
@@ -481,6 +501,31 @@ def test_what_does_the_same_follows_to_its_end(act, followed):
     followed.clear()
     assert are_equal(train(act, ways, with_stash=True, verify="always"), plain)
     assert followed["left"] == 0 and followed["followed"] > 40
+
+
+def test_arguments_of_what_no_replay_runs_may_change(followed, monkeypatch):
+    """Nothing in the module's call saves what its last operation computes."""
+    forward = Net.forward
+    monkeypatch.setattr(Net, "forward", lambda net, x: forward(net, x).add(net.way))
+    ways = [0, 0, 0, 1, 2, 1, 0]
+    plain = train(scaled_twice, ways, with_stash=False)
+    followed.clear()
+    assert are_equal(train(scaled_twice, ways, with_stash=True, verify="always"), plain)
+    assert followed["left"] == 0 and followed["followed"] > 40
+
+
+@pytest.mark.parametrize("act", [used_after_all, written_after_all, complex_at_once])
+def test_what_was_not_compared_is_not_replayed(act, followed):
+    """The first step compares what way 1 discards, so nothing does when a later step leaves the route."""
+    ways = [1, 0, 0, 0, 0, 1, 1, 0, 1]
+    plain = train(act, ways, with_stash=False)
+    followed.clear()
+    assert are_equal(train(act, ways, with_stash=True, verify="first"), plain)
+    assert followed["left"] >= 2 and followed["followed"] > 20
+
+
+def scaled_twice(net, h):
+    return torch.sigmoid(h.mul(2.0))
 
 
 def test_a_module_that_often_differs_follows_no_longer(followed):

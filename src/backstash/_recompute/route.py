@@ -2,7 +2,8 @@
 
 Most forwards of a module do what the one before did. Then the tape makes no objects for an operation: it checks
 that the operation, its arguments and the places of its operands are those of the route, and takes the route's
-states for its results. A tensor that is to be discarded is looked up by the number of the save.
+states for its results. Of an operation that no replay runs only the name is compared, and what it computes is
+as the program's own. A tensor that is to be discarded is looked up by the number of the save.
 
 States, operations and operands have no values (the tape has them), so forwards can share them, on
 several threads, too. Where a forward differs, its tape records from there on as if there were no route: it has
@@ -43,7 +44,7 @@ from .operations import (
     place_of,
 )
 from .settings import ON_CPU, now
-from .tape import LOOKED_EVERY, PLAIN, Tape
+from .tape import LOOKED_EVERY, PLAIN, UNSEEN, Tape
 
 __all__ = ["Discard", "ForwardTape", "Route", "Routes"]
 
@@ -78,31 +79,32 @@ class RouteOp:
         "func",
         "index",
         "is_grad_enabled",
+        "is_needed",
         "is_plain",
         "kwargs",
-        "may_replay",
         "settings",
         "states",
         "states_after",
         "written",
     )
 
-    def __init__(self, raw: RawStep, known: Callable[[Any], Any]) -> None:
+    def __init__(self, raw: RawStep, known: Callable[[Any], Any], *, is_needed: bool) -> None:
         op = raw.op
         self.func = op.func
         self.index = op.index
-        self.may_replay = not raw.reason
-        """Whether it can be replayed. The arguments of others do not matter: what they compute is held."""
+        self.is_needed = is_needed
+        """Whether a replay runs it. The arguments of others do not matter: what they compute is held."""
         self.args: tuple[Any, ...] = ()
         self.kwargs: dict[str, Any] = {}
-        if self.may_replay:
+        if is_needed:
             self.args = tuple(known(each) for each in op.args)
             self.kwargs = {name: known(each) for name, each in op.kwargs.items()}
-        self.is_plain = raw.is_plain and self.may_replay
-        """Whether no kernel of it computes lazy conjugates."""
+        self.is_plain = raw.is_plain
+        """Whether no kernel of it computes lazy conjugates, if no operand is complex."""
         self.settings = op.settings
         self.is_grad_enabled = op.is_grad_enabled
-        self.states = tuple(raw.states)
+        self.states = tuple(raw.states) if is_needed else _without_makers(raw.states)
+        """Of its results; ``None``: as the program's own."""
         self.written = tuple(raw.written)
         self.states_after = raw.ended
         """How many states there are after it."""
@@ -113,6 +115,12 @@ class RouteOp:
 
 
 _ABSENT = object()
+
+
+def _without_makers(states: Sequence[State | None]) -> tuple[State | None, ...]:
+    """Those states that no replay makes, such as random numbers'; an empty tuple if there are none."""
+    found = tuple(each if each is not None and each.maker is None else None for each in states)
+    return found if any(found) else ()
 
 
 class Discard(NamedTuple):
@@ -139,19 +147,21 @@ class Route:
     """
 
     def __init__(self, tape: ForwardTape) -> None:
-        self._states = tape.outside_states
-        self._seen = set(tape.given.values())
-        self.steps = [self._step(each) for each in tape.steps or ()]
         self.saves = tape.saves
         self.given = tape.given
         self.misses = 0
         """The number of forwards that differed."""
-        del self._states, self._seen
+        self._states = tape.outside_states
+        self._needed = {op for each in self.saves.values() for op in each.ops}
+        self._seen = {each for state, each in self.given.items() if state.maker in self._needed}
+        self.steps = [self._step(each) for each in tape.steps or ()]
+        del self._states, self._seen, self._needed
 
     def _step(self, raw: RawStep) -> RouteOp:
-        step = RouteOp(raw, self._known)
-        self._seen.update(each for each in raw.states if each is not None)
-        self._seen.update(each[3] for each in raw.written)
+        step = RouteOp(raw, self._known, is_needed=raw.op in self._needed)
+        self._seen.update(each for each in step.states if each is not None)
+        written = [each[3] for each in raw.written]
+        self._seen.update(each for each in written if step.is_needed or each.maker is None)
         return step
 
     def _known(self, argument: Any) -> Any:
@@ -260,25 +270,28 @@ class ForwardTape(Tape):  # type: ignore[no-untyped-call]
         step = route.steps[at]
         if func is not step.func or not PLAIN.issuperset(types):
             return self._differ()
-        if step.may_replay and not self._is_as(step, args, kwargs):
+        if step.is_needed and not self._is_as(step, args, kwargs):
             return self._differ()
         if operation.is_seen_by_bits and self._bits.may_differ(func, args, depth=3):
             return self._differ()
-        if operation.may_autocast and step.may_replay and is_autocast_near():
+        if operation.may_autocast and step.is_needed and is_autocast_near():
             return self._differ()
         writes: list[WriteOp] = []
         in_training = operation.train_at >= 0 and operation.writes_statistics(args)
         if step.written or operation.writes or in_training:
             writes, why = self._writes_of(operation, args, kwargs, "", in_training=in_training)
-            if (why and step.may_replay) or not _are_as(writes, step.written):
+            if (why and step.is_needed) or not _are_as(writes, step.written):
                 return self._differ()
             self._begin_writes(writes)
         try:
-            if step.is_plain:
+            if step.is_plain and step.is_needed:
                 result = func(*args, **kwargs)
             else:
                 has_bits = operation.makes_bits or has_complex(args)
-                result = self._call(operation, args, kwargs, has_bits)
+                if step.is_plain and not (has_bits or kwargs):
+                    result = func(*args, **kwargs)
+                else:
+                    result = self._call(operation, args, kwargs, has_bits)
             if operation.is_seen_by_bits:
                 self._bits.note_clone(func, args, result, depth=3)
         except BaseException:
@@ -288,8 +301,11 @@ class ForwardTape(Tape):  # type: ignore[no-untyped-call]
         for each, (*_, state) in zip(writes, step.written, strict=True):
             if each.tensor.untyped_storage().nbytes() != each.nbytes:
                 state = State(each.tensor.device, f"{operation.name} resized its memory")
+            elif not step.is_needed and state.maker is not None:
+                state = State(each.tensor.device, UNSEEN)
             each.memory.state = state
-        self._take_results(step, (result,) if type(result) is Tensor else flat(result))
+        if step.states:
+            self._take_results(step, (result,) if type(result) is Tensor else flat(result))
         if (recorded := self.recorded) is not None:
             self.recorded = None
             recorded()
