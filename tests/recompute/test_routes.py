@@ -410,7 +410,8 @@ ACTS = [
     in_longer_list, other_part, by_tensor, in_function, in_function_without_grad, several_written,
     held_elsewhere, tried_again, normed_in_function, other_statistics, written_by_another_thread,
     by_name, longer, another, dropped, undropped, normed, in_place, filled, without_grad, unseen_version,
-    caught, used_after_all, written_after_all, complex_at_once, masked, saved_more, by_function, transformed, signed_complex_zero, conjugated, factored, decomposed,
+    caught, used_after_all, written_after_all, complex_at_once, masked, saved_more,
+    by_function, transformed, signed_complex_zero, conjugated, factored, decomposed,
     inverted, of_values,
 ]  # fmt: skip
 
