@@ -170,6 +170,7 @@ USED = {
         "torch.nn.Module._call_impl.__code__",
         "torch.nn.Module._wrapped_call_impl.__code__",
     },
+    "nested_backward.py": {"torch.autograd.graph._engine_run_backward"},
     "node_saves.py": {"_raw_saved_", "_saved_"},
     "precision.py": {
         "torch._C._get_cublas_allow_bf16_reduced_precision_reduction",

@@ -3,9 +3,10 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from backstash.errors import InplaceError, UsageError
-from backstash.hooks import HookWarning, NoMatchError, NotCapturedError, capture
+from backstash.hooks import HookWarning, NoMatchError, NotCapturedError, capture, summary
 
 
 def test_outputs_by_path_glob_class_and_callable(chain: nn.Sequential) -> None:
@@ -231,3 +232,36 @@ def test_what_cannot_be_an_edit(chain: nn.Sequential, state_of) -> None:
     with pytest.raises(NoMatchError, match="edit: 'x' matches no module"):
         capture(chain, "0", edit={"x": torch.zeros_like})
     assert state_of(chain) == before
+
+
+def test_a_recomputation_in_backward_is_no_call() -> None:
+    chain = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    x = torch.randn(5, 4, requires_grad=True)
+    with capture(chain, "0") as got:
+        first = checkpoint(chain, x, use_reentrant=False)
+        second = checkpoint(chain, x * 2, use_reentrant=False)
+        before = got["0"].output.clone()
+        (first + second).sum().backward()
+    assert torch.equal(got["0"].output, before)
+
+
+def test_the_gradient_of_an_output_that_is_the_input_is_that_use_s() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Identity())
+    x = torch.ones(2, 4)
+    with capture(net, "1", grads=True) as got:
+        h = net[0](x)
+        (h * 3 + net[1](h)).sum().backward()
+    assert torch.equal(got["1"].grad, torch.ones(2, 4))
+
+
+def test_what_is_scripted_is_passed_over() -> None:
+    net = nn.Sequential(
+        nn.Linear(4, 4), torch.jit.script(nn.Sequential(nn.Linear(4, 4))), nn.Tanh()
+    )
+    x = torch.randn(2, 4)
+    with capture(net, "*") as got:
+        out = net(x)
+    assert set(got) == {"", "0", "2"} and torch.equal(got["2"].output, out)
+    with pytest.raises(NoMatchError, match="scripted or traced"):
+        capture(net, "1")
+    assert summary(net, x).parameters == 40

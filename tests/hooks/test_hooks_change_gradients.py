@@ -186,3 +186,22 @@ def test_edit_refuses(chain: nn.Sequential, state_of) -> None:
     assert state_of(chain) == before
     with edit_gradients({"2*": lambda g: g * 0}, chain, at="parameters"):
         assert not any(g.any() for g in gradients(chain, torch.randn(5, 4))[2:])
+
+
+class Residual(nn.Module):
+    """Its second module returns its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.drop = nn.Linear(4, 4), nn.Dropout()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x)
+        return h + self.drop(input=h) + self.drop(h)
+
+
+def test_the_output_of_a_module_that_returns_its_input_is_a_use_of_its_own() -> None:
+    net = Residual().eval()
+    with edit_gradients({"drop": torch.zeros_like}, net):
+        net(torch.ones(2, 4)).sum().backward()
+    assert torch.equal(net.first.bias.grad, torch.full((4,), 2.0))

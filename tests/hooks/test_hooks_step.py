@@ -6,6 +6,7 @@ import gc
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from backstash.errors import UsageError
 from backstash.hooks import HookWarning, step_in_backward
@@ -191,3 +192,40 @@ def test_a_failed_backward_leaves_the_rest_unstepped(chain: nn.Sequential) -> No
         hidden.register_hook(lambda g: 1 / 0)
         chain[2](hidden).sum().backward()
     assert torch.equal(chain[0].weight, first) and not torch.equal(chain[2].weight, last)
+
+
+def test_reentrant_checkpoints_are_one_backward() -> None:
+    net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    x = torch.randn(2, 4, requires_grad=True)
+    with step_in_backward(adam, net) as handle:
+        for _ in range(2):
+            h = x
+            for each in net:
+                h = checkpoint(each, h, use_reentrant=True)
+            h.sum().backward()
+            handle.step()
+
+
+@pytest.mark.parametrize("allow", [[], ["accumulation"]])
+def test_a_gradient_in_two_parts_is_refused(allow: list[str]) -> None:
+    """Two reentrant checkpoints share a parameter, so each has a part of its gradient."""
+    layer, x = nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True)
+    with step_in_backward(adam, layer, allow=allow):
+        h = checkpoint(layer, x, use_reentrant=True)
+        loss = checkpoint(layer, h, use_reentrant=True).sum()
+        if allow:
+            loss.backward()
+        else:
+            with pytest.raises(UsageError, match="in two parts"):
+                loss.backward()
+
+
+def test_after_accumulation_was_refused_no_gradient_is_left() -> None:
+    layer = nn.Linear(4, 1)
+    with step_in_backward(lambda p: torch.optim.SGD(p, lr=0.1), layer) as handle:
+        layer(torch.ones(1, 4)).backward()
+        handle.step()
+        layer(torch.ones(1, 4)).backward()
+        with pytest.raises(UsageError, match="2 backwards"):
+            layer(torch.ones(1, 4)).backward()
+        assert [p.grad for p in layer.parameters()] == [None, None]

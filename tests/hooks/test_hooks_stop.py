@@ -102,3 +102,15 @@ def test_never_reached_is_said() -> None:
     with pytest.warns(HookWarning, match="unused"), capture(model, "unused", stop=True):
         model(torch.ones(1, 2))
     assert model.ran == [0, 1, 2]
+
+
+def test_after_run_a_call_of_the_program_s_is_not_ended() -> None:
+    model, x = Counting(), torch.ones(1, 2)
+    got = capture(model, "layers.0", stop=True)
+    got.run(x)
+    assert model(x).shape == (1, 2)
+    with got:
+        got.run(x)
+        model.ran.clear()
+        model(x)
+    assert model.ran == []

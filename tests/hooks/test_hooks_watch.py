@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from backstash.errors import UsageError
 from backstash.hooks import GradientReport, watch_gradients
@@ -219,3 +220,55 @@ def test_what_it_refuses(chain, state_of, arguments, message) -> None:
 def test_a_name_that_fails_closes_the_file(chain: nn.Sequential, tmp_path: Path) -> None:
     with pytest.raises(LookupError):
         watch_gradients(chain, names="nothing", to=tmp_path / "x")
+
+
+class Checkpointed(nn.Module):
+    """Each of its layers computes its gradients in a backward of its own, inside the program's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for each in self.layers:
+            x = checkpoint(each, x, use_reentrant=True)
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs")
+def test_reentrant_checkpoints_belong_to_one_backward() -> None:
+    net, reports = Checkpointed(), list[GradientReport]()
+    x = torch.randn(2, 4, requires_grad=True)
+    with watch_gradients(net, every=1, to=reports.append) as watch:
+        for count in (1, 2):
+            net.zero_grad()
+            loss = checkpoint(net, x, use_reentrant=True).sum() if count == 2 else net(x).sum()
+            loss.backward()
+            assert watch.backwards == len(reports) == count
+            true = torch.nn.utils.get_total_norm([p.grad for p in net.parameters()])
+            assert list(reports[-1].rows) == [name for name, _ in net.named_parameters()]
+            assert reports[-1].total.norm == pytest.approx(float(true))
+
+
+def test_after_a_failure_in_a_reentrant_checkpoint_the_next_backward_counts() -> None:
+    net = Checkpointed()
+    x = torch.randn(2, 4, requires_grad=True)
+
+    def fails(gradient: torch.Tensor) -> None:
+        raise ValueError
+
+    with watch_gradients(net, every=1, to=None) as watch:
+        handle = net.layers[1][0].weight.register_hook(fails)
+        with pytest.raises(ValueError):
+            net(x).sum().backward()
+        handle.remove()
+        net.zero_grad()
+        net(x).sum().backward()
+    assert watch.last is not None and len(watch.last.rows) == 6
+
+
+def test_a_part_that_is_scripted_has_gradients() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Sequential(nn.Linear(4, 4))))
+    with watch_gradients(net, every=1, to=None) as watch:
+        step(net, torch.randn(5, 4))
+    assert watch.last is not None and len(watch.last.rows) == 4

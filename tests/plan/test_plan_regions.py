@@ -30,7 +30,7 @@ from backstash._recompute.naming import largest_modules
 from backstash._recompute.replay import Values
 from backstash._torch.dispatch import dispatch_modes
 from backstash._torch.hook_stack import current_pair
-from backstash.errors import StashClosedError
+from backstash.errors import StashClosedError, StashWarning
 from backstash.plan import Plan
 from counted_memory import MIB, OTHER, CountedMemory
 from long_tests import mostly_long, takes_long
@@ -819,4 +819,26 @@ def test_the_program_s_hooks_around_a_module_that_begins_a_plan(
     assert current_pair() is None and len(stopped) == 1
     loss.backward()
     assert not hooks_of_all_modules() and not found_modules._ending
+    stash.close()
+
+
+def test_a_scripted_module_in_a_model_that_is_planned_for(tmp_path):
+    torch.manual_seed(0)
+    inner = torch.jit.script(nn.Sequential(nn.Linear(64, 64), nn.GELU()))
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), inner, nn.Tanh()) for _ in range(3)))
+    x = torch.randn(256, 64)
+
+    def gradients():
+        net.zero_grad()
+        net(x).square().mean().backward()
+        return [each.grad for each in net.parameters()]
+
+    true = gradients()
+    with pytest.warns(StashWarning, match="cannot be kept"):
+        stash = Stash(budget="1MiB", disk=tmp_path, min_bytes=0)
+        for _ in range(5):
+            with stash:
+                found = gradients()
+            assert all(map(torch.equal, found, true))
+            assert stash.plan is not None
     stash.close()

@@ -267,6 +267,36 @@ def test_below_torchscript_it_is_an_error(call, way):
         agree(partial(Product, call=call))
 
 
+@torch.jit.script
+def scripted_einsum(a, b):
+    return torch.einsum("ij,jk->ik", [a, b])
+
+
+def test_a_scripted_product_is_exact_where_a_tape_begins_in_it():
+    """Its kernel calls composites that then are under the tape: ``resolve_conj``."""
+    torch.manual_seed(0)
+    first, second, x = nn.Linear(6, 6), nn.Linear(6, 6), torch.randn(4, 6)
+    weights = [first.weight, second.weight]
+
+    def step(stash):
+        with autocast(), stash or contextlib.nullcontext():
+            loss = (scripted_einsum(first(x), second.weight) * x).float().square().sum()
+        return torch.autograd.grad(loss, weights)
+
+    true = step(None)
+    with pytest.warns(StashWarning, match="cannot be kept"):
+        stash = Stash(budget="1MiB", min_bytes=0)
+        for _ in range(8):
+            assert all(map(torch.equal, step(stash), true))
+            assert stash.plan is not None
+    stash.close()
+
+
+def test_pinv_where_autocast_is_off():
+    agree(partial(Product, under(False), lambda a, b: torch.linalg.pinv(a)))
+    agree(partial(Product, call=lambda a, b: torch.linalg.pinv(a)), partial(autocast, False))
+
+
 @pytest.mark.parametrize("way", ["module", "context"])
 def test_under_a_mode_of_the_program_s_it_is_off_as_in_plain_pytorch(way):
     class Mode(TorchDispatchMode):

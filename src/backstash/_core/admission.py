@@ -6,7 +6,7 @@ import functools
 import weakref
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,10 +25,12 @@ from .._torch.tensors import is_of_wrapped_leaf, is_wrapper_subclass, wait_for_c
 from ..codecs import EXACT, Codec
 from ..errors import StashClosedError, UsageError
 from ..policy import Action, CodecChoice, Policy, SavedTensor
-from .controller import Controller
 from .hooks_off import HooksOff
 from .identity import MOST_PARTS, Identities, Match, is_separate
 from .session import Session
+
+if TYPE_CHECKING:
+    from .controller import Controller
 
 __all__ = ["NESTED", "PARAMETER", "SMALL", "Admission"]
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -30,7 +30,9 @@ from .._torch.engine import sequence_number
 from ..errors import UsageError
 from ..memory import spare_bytes
 from ..policy import MIN_BYTES
-from .controller import Controller, StepClock
+
+if TYPE_CHECKING:
+    from .controller import Controller, StepClock
 
 __all__ = ["Session"]
 

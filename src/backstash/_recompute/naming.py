@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import nn
 
 from .._core.hook_scope import Removable
+from .._torch.module_parts import has_forward
 from .._torch.modules import compiled_around, is_compiled
 
 __all__ = ["Naming", "largest_modules"]
@@ -96,7 +97,7 @@ def _pick(
 ) -> tuple[list[nn.Module], int]:
     nbytes = within.get(path, 0)
     children = [*module.named_children()]
-    is_one = bool(children) and _is_called(module)
+    is_one = bool(children) and has_forward(module)
     if not nbytes:
         return [], 0
     if is_one and nbytes * _PART <= total:
@@ -110,8 +111,3 @@ def _pick(
     if is_one and covered < _COVERED * nbytes and nbytes * _MOST_PART <= total:
         return [module], nbytes
     return found, covered
-
-
-def _is_called(module: nn.Module) -> bool:
-    """Whether the module has a forward of its own; a ``ModuleList`` has none."""
-    return type(module).forward is not nn.Module.forward

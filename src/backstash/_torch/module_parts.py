@@ -8,9 +8,13 @@ dictionaries are those that ``nn.Module.__setattr__`` writes to; if one is missi
 
 from __future__ import annotations
 
+import inspect
+
 from torch import Tensor, nn
 
 __all__ = [
+    "child_of",
+    "has_forward",
     "inside",
     "is_compiled",
     "own_buffers",
@@ -53,10 +57,23 @@ def inside(module: nn.Module) -> tuple[str, nn.Module] | None:
     if any(base.__name__ in _MODULE_WRAPPERS for base in type(module).__mro__):
         names = (*names, "module")
     for name in names:
-        child = module._modules.get(name)
+        child = child_of(module, name)
         if child is not None:
             return name, child
     return None
+
+
+def child_of(module: nn.Module, name: str) -> nn.Module | None:
+    """Return the child of this name; ``None``: there is none. A scripted module keeps them in no ``dict``."""
+    children = module._modules
+    return children[name] if name in children else None
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Return whether a module can be called; containers such as ``ModuleList`` cannot."""
+    # A scripted module's class raises an error where this is read as an attribute.
+    own = inspect.getattr_static(type(module), "forward", None)
+    return "forward" in vars(module) or own is not nn.Module.forward
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -143,6 +143,7 @@ class Operation:
         "func",
         "has_other_tangents",
         "is_allocation",
+        "is_composite",
         "is_product",
         "is_random",
         "is_seen_by_bits",
@@ -191,16 +192,17 @@ class Operation:
         self.is_random = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
         is_pytorch_s = getattr(func, "namespace", "") == "aten"
         isoperations = is_pytorch_s or func in _pure
-        is_composite = schema is not None and isoperations and _is_composite(func)
-        self.makes_bits = not is_pytorch_s or is_composite or base.startswith(_MAKES_BITS)
+        self.is_composite = schema is not None and isoperations and _is_composite(func)
+        """Whether PyTorch decomposes it, but in inference mode and where a kernel calls it."""
+        self.makes_bits = not is_pytorch_s or self.is_composite or base.startswith(_MAKES_BITS)
         """Whether its kernel needs :func:`~.dispatch.with_lazy_bits` even for real numbers."""
-        self.may_autocast = not is_pytorch_s or is_composite or base in _AUTOCASTS_INSIDE
+        self.may_autocast = not is_pytorch_s or self.is_composite or base in _AUTOCASTS_INSIDE
         """Whether its kernel may call operations that autocast handles."""
         if schema is None or not isoperations:
             self.reason = _FOREIGN.format(self.name)
         elif self.is_random:
             self.reason = f"{self.name} {RANDOM}"
-        elif is_composite:
+        elif self.is_composite:
             # Inference mode does not decompose it, so the writes inside it are not seen.
             self.reason = f"{self.name} is composite and was not decomposed, as in inference mode"
         elif base in _NOT_REPEATED:
@@ -223,7 +225,7 @@ class Operation:
             raises = torch._C.DispatchKey.ADInplaceOrView
             may_write_more = bool(self.writes) and not is_pytorch_s
             self.writes_inside = may_write_more or not func.has_kernel_for_dispatch_key(raises)
-        if not (is_pytorch_s or is_composite) and has_kernels(func.name()):
+        if not (is_pytorch_s or self.is_composite) and has_kernels(func.name()):
             self.lacks_formula = not any(map(func.has_kernel_for_dispatch_key, _autograd_keys()))
         self.out = tuple(place for place, each in places if each.is_out)
         self.dropout = tuple(place for place, each in places if each.name in _DROPOUTS)

@@ -16,20 +16,23 @@ import torch
 
 from .._torch.versions import version_of
 from ._registration import Registration
-from ._tree import map_leaves
+from ._tree import map_leaves, tensors_in
 
 __all__ = ["InputUses", "own_output"]
 
 GradHook = Callable[[torch.Tensor], Any]
 
 
-def own_output(output: Any) -> Any:
-    """Return the output with a view in place of each leaf that requires a gradient."""
+def own_output(output: Any, inputs: Any) -> Any:
+    """Return the output with a view in place of each tensor that requires a gradient and is not the call's own:
+    a leaf, or one of the inputs, as ``nn.Identity`` returns it."""
     if not torch.is_grad_enabled():
         return output
+    given = {id(each) for each in tensors_in(inputs)}
 
     def view(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.view_as(tensor) if tensor.requires_grad and tensor.is_leaf else tensor
+        is_own = not tensor.is_leaf and id(tensor) not in given
+        return tensor if is_own or not tensor.requires_grad else tensor.view_as(tensor)
 
     return map_leaves(view, output)
 

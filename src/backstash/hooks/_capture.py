@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._torch.engine import in_backward
 from ..errors import UsageError
 from ._cell import Calls, Captured, Cell, Wanted
 from ._compiled import warn_if_compiled
@@ -27,7 +28,7 @@ __all__ = ["Capture", "capture"]
 class Capture(Handle, Mapping[str, Captured]):
     """The handle that :func:`capture` returns: a mapping from the paths of called modules to what was kept."""
 
-    __slots__ = ("_aliases", "_cells", "_model", "_stopper")
+    __slots__ = ("_aliases", "_cells", "_is_entered", "_model", "_stopper")
 
     def __init__(
         self,
@@ -41,9 +42,11 @@ class Capture(Handle, Mapping[str, Captured]):
         self._cells = {cell.path: cell for cell in cells.values()}
         self._aliases = _aliases(model, cells)
         self._stopper = stopper
+        self._is_entered = False
 
     def __enter__(self) -> Capture:
         super().__enter__()
+        self._is_entered = True
         if self._stopper is not None:
             self._stopper.arm()
         return self
@@ -64,6 +67,11 @@ class Capture(Handle, Mapping[str, Captured]):
         except StopForward as error:
             if not self._stopper.raised(error):
                 raise
+        finally:
+            if self._is_entered:  # then the block catches what ends a forward
+                self._stopper.arm()
+            else:
+                self._stopper.disarm()
         return self
 
     def clear(self) -> None:
@@ -87,6 +95,7 @@ class Capture(Handle, Mapping[str, Captured]):
         return sum(1 for _ in self)
 
     def _finish(self, error: BaseException | None) -> bool:
+        self._is_entered = False
         if self._stopper is None:
             return False
         self._stopper.disarm()
@@ -251,6 +260,8 @@ def _last_output(cell: Cell) -> Make:
     def make(record: HookRecord) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             record.fired += 1
+            if in_backward():
+                return  # a checkpoint calls it again
             if type(output) is not Tensor:
                 cell.leave(output)
                 return
@@ -291,7 +302,7 @@ def _outputs(actions: _Actions) -> Make:
                 new = edit(output, first_of(args, kwargs))
                 output = output if new is None else new
             if cell is not None:
-                output = cell.leave(output)
+                output = cell.leave(output, (args, kwargs))
                 if stopper is not None:
                     stopper.called(cell.path)
             return None if output is given else output

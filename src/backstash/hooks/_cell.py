@@ -198,14 +198,15 @@ class Cell:
         self._open.setdefault(threading.get_ident(), []).append(call)
         return args, kwargs
 
-    def leave(self, output: Any) -> Any:
-        """Record the output of a call that ends. Return the output to pass to the caller."""
+    def leave(self, output: Any, inputs: Any = ()) -> Any:
+        """Record the output of a call that ends. Return the output to pass to the caller; ``inputs``: of the
+        call."""
         opened = self._open.get(threading.get_ident())
         call = opened.pop() if opened else CapturedCall(self.path)
         if call._input_uses is not None:
             call._input_uses.end()
         if self._grad_record is not None:
-            output = own_output(output)
+            output = own_output(output, inputs)
         if in_backward():
             self._recomputed(call, output)
             return output

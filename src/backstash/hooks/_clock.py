@@ -5,20 +5,44 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 from .._torch.engine import queue_callback
+from .._torch.nested_backward import outermost_function
 
 __all__ = ["BackwardClock"]
 
 
 class _End:
-    """The callback that the engine runs last in one backward; freed uncalled if that backward raises."""
+    """The callback that the engine runs last in one backward; freed uncalled if that backward raises.
 
-    __slots__ = ("__weakref__", "_again", "_run")
+    The first hook may fire in a backward inside of another one, that of a reentrant checkpoint. Then the end is
+    queued once the node that began it has run, in the outer backward.
+    """
+
+    __slots__ = ("__weakref__", "_again", "_removable", "_run")
 
     def __init__(self, run: Callable[[], None]) -> None:
         self._run = run
         self._again = True
+        self._removable: Any = None
+
+    def queue(self) -> None:
+        """Be called at the end of the outermost backward of this thread."""
+        outer = outermost_function()
+        if outer is None:
+            queue_callback(self)
+            return
+        ends: list[_End] = []
+
+        def after(*_: object) -> None:
+            while ends:
+                end = ends.pop()
+                end._removable.remove()
+                queue_callback(end)
+
+        self._removable = outer.register_hook(after)
+        queue_callback(_Inner(self, ends))
 
     def __call__(self) -> None:
         # Queued again once: DDP and FSDP finish their gradients in callbacks of the same backward, which may
@@ -28,6 +52,19 @@ class _End:
             queue_callback(self)
         else:
             self._run()
+
+
+class _Inner:
+    """The callback at the end of the inner backward, which has the outer one's end queued. If the inner one
+    raises, both are freed uncalled."""
+
+    __slots__ = ("_end", "_ends")
+
+    def __init__(self, end: _End, ends: list[_End]) -> None:
+        self._end, self._ends = end, ends
+
+    def __call__(self) -> None:
+        self._ends.append(self._end)
 
 
 class BackwardClock:
@@ -57,7 +94,7 @@ class BackwardClock:
                 return
             self._on_begin()
             end = _End(self._closed)
-            queue_callback(end)
+            end.queue()
             self.backwards += 1
             self.running = True
             self._end = weakref.ref(end, self._dropped)

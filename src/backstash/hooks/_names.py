@@ -79,6 +79,8 @@ def _explain(
     what = f"{argument}: {selector!r}"
     if found:
         kinds = sorted({type(site.module).__name__ for site in found})
+        if all(isinstance(site.module, torch.jit.ScriptModule) for site in found):
+            return f"{what} is scripted or traced: PyTorch allows no hooks there; hook the module around it"
         child = f"{found[0].path}.*" if found[0].path else "*"
         return f"{what} matches only {', '.join(kinds)}, which is never called; name what is in it: {child!r}"
     kind = type(unwrap(model)).__name__

@@ -48,8 +48,8 @@ def on_outputs(registration: Registration, site: Site, make: Make) -> None:
     def make_forward(record: HookRecord) -> Callable[..., Any]:
         gradient = make(record)
 
-        def hook(module: nn.Module, args: Any, output: Any) -> Any:
-            own = own_output(output)
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+            own = own_output(output, (args, kwargs))
             for tensor in tensors_in(own):
                 if tensor.requires_grad:
                     registration.activation(tensor, gradient)
@@ -57,7 +57,7 @@ def on_outputs(registration: Registration, site: Site, make: Make) -> None:
 
         return hook
 
-    registration.forward(site, make_forward, counts="output gradient")
+    registration.forward(site, make_forward, counts="output gradient", with_kwargs=True)
 
 
 def on_inputs(registration: Registration, site: Site, make: Make) -> None:

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from .._text import clean
-from .._torch.module_parts import inside, own_children
+from .._torch.module_parts import has_forward, inside, own_children
 
 __all__ = ["Site", "depth_of", "join", "unwrap", "walk"]
 
@@ -34,9 +35,9 @@ class Site:
 
     @property
     def callable(self) -> bool:
-        """Whether the module has a forward; containers such as ``ModuleList`` have none."""
-        own = "forward" in vars(self.module)
-        return own or type(self.module).forward is not nn.Module.forward
+        """Whether the module has a forward that hooks can observe: containers such as ``ModuleList`` have none,
+        and PyTorch allows no hooks on what is scripted or traced."""
+        return has_forward(self.module) and not isinstance(self.module, torch.jit.ScriptModule)
 
 
 def unwrap(module: nn.Module) -> nn.Module:

@@ -177,7 +177,7 @@ def _made(factory: Factory, parameter: torch.Tensor, path: str) -> torch.optim.O
 class _Stepper:
     """Steps each parameter's optimizer, and counts the backwards since the caller last called ``step()``."""
 
-    __slots__ = ("_allow", "_clock", "_marked", "_unchecked", "optimizers")
+    __slots__ = ("_allow", "_clock", "_marked", "_stepped", "_unchecked", "optimizers")
 
     def __init__(
         self, optimizers: Mapping[str, torch.optim.Optimizer], allow: Collection[str]
@@ -187,8 +187,10 @@ class _Stepper:
         self._unchecked = "scaler" not in self._allow
         self._clock = BackwardClock(on_begin=self._begin, on_end=lambda: None)
         self._marked: int | None = None
+        self._stepped: set[str] = set()  # in this backward
 
     def _begin(self) -> None:
+        self._stepped.clear()
         # Checked again at the first backward, since training scripts often create their scaler last.
         if self._unchecked:
             _refuse_scaler()
@@ -213,6 +215,15 @@ class _Stepper:
             self._refuse_accumulation(done)
         self._marked = self._clock.backwards
 
+    def _begin_step(self, path: str) -> None:
+        if path in self._stepped and "accumulation" not in self._allow:
+            raise UsageError(
+                f"step_in_backward: the gradient of {clean(path)} came in two parts in one backward, as "
+                "where reentrant checkpoints share a parameter, and the first part was a step already: "
+                'checkpoint with use_reentrant=False, or pass allow=["accumulation"]'
+            )
+        self._stepped.add(path)
+
     def hook(self, path: str) -> Make:
         """Make the hook that steps the parameter at ``path``."""
         optimizer = self.optimizers[path]
@@ -222,7 +233,12 @@ class _Stepper:
             def hook(parameter: torch.Tensor) -> None:
                 record.fired += 1
                 if not clock.running:
-                    clock.begin()
+                    try:
+                        clock.begin()
+                    except UsageError:
+                        parameter.grad = None  # no later step may use it
+                        raise
+                self._begin_step(path)
                 optimizer.step()
                 parameter.grad = None
 
