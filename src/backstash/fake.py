@@ -54,7 +54,8 @@ class FakeRun:
 
     It affects the thread that enters it. Every saved tensor of at least 64 KiB is discarded when it is saved,
     and created again when backward uses it, as if all had moved. So the memory of all other tensors is known at
-    each save, use and free. Parameters stay.
+    each save, use and free. Parameters stay. What the program itself holds of these tensors, such as a list of
+    hidden states, counts a second time, so a run may then take less than planned.
 
     A value that the program reads, as ``loss.item()`` does, is 1: see :attr:`asked`. Code that needs more
     (lists, NumPy, shapes that depend on values) raises PyTorch's error. Do not use the tensors after the
