@@ -177,6 +177,15 @@ def test_a_wrapped_modules_own_names_are_seen_through() -> None:
     assert wrapped.eval().module.training is False
 
 
+def test_its_parameters_and_buffers_have_their_names_below_any_prefix() -> None:
+    module = nn.BatchNorm1d(2)
+    wrapped = SaveOnCpu(module)
+    for prefix in ("", "module.x"):
+        for method in ("named_parameters", "named_buffers"):
+            found, true = (getattr(each, method)(prefix=prefix) for each in (wrapped, module))
+            assert [name for name, _ in found] == [name for name, _ in true]
+
+
 def test_a_module_on_the_cpu_catches_a_change_in_place() -> None:
     y = SaveOnCpu(nn.Sigmoid())(torch.rand(3, requires_grad=True))
     y.detach().zero_()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ._faces import save_on_cpu, save_on_disk
 
@@ -17,7 +17,8 @@ _INNER = "module."
 
 
 class _Saving(nn.Module):
-    """Runs ``module`` under a context. Parameter names and state-dict keys are those of ``module``."""
+    """Runs ``module`` under a context. State-dict keys are those of ``module``, and so are the names that it
+    returns from ``named_parameters`` and ``named_buffers``."""
 
     def __init__(self, module: nn.Module, context: AbstractContextManager[Any]) -> None:
         super().__init__()
@@ -33,10 +34,17 @@ class _Saving(nn.Module):
         with self.context:
             return self.module(*args, **kwargs)
 
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
         """Return the names and parameters of ``module``."""
-        for name, parameter in super().named_parameters(*args, **kwargs):
-            yield name.replace(_INNER, "", 1), parameter
+        return self.module.named_parameters(prefix, recurse, remove_duplicate)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Return the names and buffers of ``module``."""
+        return self.module.named_buffers(prefix, recurse, remove_duplicate)
 
     def __getitem__(self, index: Any) -> Any:
         return self.module[index]  # type: ignore[index]
@@ -52,7 +60,8 @@ class SaveOnCpu(_Saving):
     """A module that runs ``module`` under :class:`save_on_cpu`.
 
     Args:
-        module: any module; its parameters' names and its state-dict keys do not change.
+        module: any module; its state-dict keys do not change. Where a module around it lists parameters, their
+            names have ``module.`` in them.
         options: the arguments of :class:`save_on_cpu`.
 
     >>> model = nn.Sequential(nn.Linear(2, 2), SaveOnCpu(nn.Linear(2, 2), pin_memory=True))
@@ -68,7 +77,8 @@ class SaveOnDisk(_Saving):
     """A module that runs ``module`` under :func:`save_on_disk`. Copies and replicas share its stash.
 
     Args:
-        module: any module; its parameters' names and its state-dict keys do not change.
+        module: any module; its state-dict keys do not change. Where a module around it lists parameters, their
+            names have ``module.`` in them.
         directory: the directory of the stash's file. Default ``None``: the system's temporary directory.
         options: the other arguments of :func:`save_on_disk`: ``min_bytes``, ``min_elements``, ….
 
