@@ -1,12 +1,30 @@
 """capture: values, structures, calls, edits."""
 
+import gc
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from backstash.errors import InplaceError, UsageError
-from backstash.hooks import HookWarning, NoMatchError, NotCapturedError, capture, summary
+from backstash.hooks import (
+    GradientHooks,
+    HookWarning,
+    NoMatchError,
+    NotCapturedError,
+    capture,
+    edit_gradients,
+    find_nonfinite,
+    summary,
+)  # fmt: skip
+
+
+def edited_inputs(model: nn.Module) -> GradientHooks:
+    return edit_gradients({"": lambda gradient: None}, model, at="inputs")
 
 
 def test_outputs_by_path_glob_class_and_callable(chain: nn.Sequential) -> None:
@@ -265,3 +283,51 @@ def test_what_is_scripted_is_passed_over() -> None:
     with pytest.raises(NoMatchError, match="scripted or traced"):
         capture(net, "1")
     assert summary(net, x).parameters == 40
+
+
+class Recursive(nn.Module):
+    """Calls itself with what it cannot take, and catches that."""
+
+    def forward(self, x: torch.Tensor, depth: int = 1) -> torch.Tensor:
+        if depth == 0:
+            raise ValueError(depth)
+        try:
+            return self(x + 100, depth - 1)
+        except ValueError:
+            return x * 2
+
+
+def test_a_call_that_raises_is_none_and_leaves_nothing() -> None:
+    net, x = Recursive(), torch.zeros(1)
+    with capture(net, "", inputs=True) as got:
+        for _ in range(2):
+            net(x)
+        assert got[""].input.item() == 0
+        failed = torch.ones(1000)
+        gone = weakref.ref(failed.untyped_storage())
+        with pytest.raises(ValueError):
+            net(failed, 0)
+        del failed
+        gc.collect()
+        assert gone() is None and len(got[""].calls) == 1
+        try:
+            raise KeyError
+        except KeyError:
+            net(x + 7)  # an error that is handled already is not the call's
+        assert got[""].input.item() == 7
+
+
+@pytest.mark.parametrize("register", [find_nonfinite, edited_inputs])
+def test_hooks_on_inputs_hold_none_of_a_call_that_raised(
+    register: Callable[[nn.Module], AbstractContextManager[object]],
+) -> None:
+    layer = nn.Linear(3, 3)
+    with register(layer):
+        failed = torch.randn(7, 5, requires_grad=True) * 1
+        gone = weakref.ref(failed.untyped_storage())
+        with pytest.raises(RuntimeError):
+            layer(failed)
+        del failed
+        layer(torch.ones(1, 3, requires_grad=True)).sum().backward()
+        gc.collect()
+        assert gone() is None

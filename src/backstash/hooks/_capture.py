@@ -248,10 +248,11 @@ def _attach(registration: Registration, site: Site, actions: _Actions, wanted: W
     if cell is not None and plain and not (actions.stopper or actions.outputs or actions.inputs):
         registration.forward(site, _last_output(cell))
         return
-    if actions.inputs or (cell is not None and wanted.inputs):
+    enters = cell is not None and wanted.inputs
+    if actions.inputs or enters:
         registration.forward_pre(site, _inputs(cell if wanted.inputs else None, actions.inputs))
     if cell is not None or actions.outputs:
-        registration.forward(site, _outputs(actions), with_kwargs=True)
+        registration.forward(site, _outputs(actions), with_kwargs=True, always_call=enters)
 
 
 def _last_output(cell: Cell) -> Make:
@@ -296,6 +297,8 @@ def _outputs(actions: _Actions) -> Make:
 
     def make(record: HookRecord) -> Callable[..., Any]:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+            if cell is not None and cell.has_failed():
+                return None
             record.fired += 1
             given = output
             for edit in edits:

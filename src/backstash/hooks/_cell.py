@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -25,7 +26,9 @@ class CapturedCall:
     :class:`backstash.errors.InplaceError` if a tensor in it was changed in place after its capture.
     """
 
-    __slots__ = ("_input_grads", "_input_uses", "_inputs", "_output", "_output_grads", "_path")
+    __slots__ = (
+        "_handled", "_input_grads", "_input_uses", "_inputs", "_output", "_output_grads", "_path",
+    )  # fmt: skip
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -34,6 +37,7 @@ class CapturedCall:
         self._output_grads: Gradients | None = None
         self._input_grads: Gradients | None = None
         self._input_uses: InputUses | None = None
+        self._handled: BaseException | None = None  # by the program, when the call began
 
     @property
     def output(self) -> Any:
@@ -188,6 +192,7 @@ class Cell:
     def enter(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Record the inputs of a call that begins. Return the inputs to call the module with."""
         call = CapturedCall(self.path)
+        call._handled = sys.exc_info()[1]
         wanted = self._wanted
         if not in_backward():
             call._inputs = wanted.keep.snapshot((args, kwargs))
@@ -197,6 +202,16 @@ class Cell:
             args, kwargs = call._input_uses.begin((args, kwargs), call._input_grads.hook_of)
         self._open.setdefault(threading.get_ident(), []).append(call)
         return args, kwargs
+
+    def has_failed(self) -> bool:
+        """Return whether the call that ends raised an error, and forget it then."""
+        opened = self._open.get(threading.get_ident())
+        if not opened or sys.exc_info()[1] is opened[-1]._handled:
+            return False
+        call = opened.pop()
+        if call._input_uses is not None:
+            call._input_uses.end()
+        return True
 
     def leave(self, output: Any, inputs: Any = ()) -> Any:
         """Record the output of a call that ends. Return the output to pass to the caller; ``inputs``: of the

@@ -66,7 +66,7 @@ def on_inputs(registration: Registration, site: Site, make: Make) -> None:
     registration.forward_pre(
         site, _begin_call(registration, make, open_calls), counts="input gradient"
     )
-    registration.forward(site, _end_call(open_calls))
+    registration.forward(site, _end_call(open_calls), always_call=True)
 
 
 def _begin_call(
