@@ -1,14 +1,18 @@
 """checkpoint_loop's schedules: the number of evaluations against the published optimum."""
 
+from collections.abc import Callable
 from functools import lru_cache, partial
 
 import pytest
 import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from backstash.errors import UsageError
 from backstash.graph import Binomial, KeepAll, Schedule, TwoLevel, checkpoint_loop
-from backstash.graph._loop import count_evaluations, least_evaluations
+from backstash.graph._loop import _schedules, count_evaluations, least_evaluations
 from backstash.graph._loop._choose import Budgets, MeasuredStep, choose
+from backstash.graph._loop._schedules import costs, play
 
 
 @lru_cache(None)
@@ -163,3 +167,111 @@ def test_states_of_kept_graphs_do_not_go_to_a_disk() -> None:
     tight = choose(50, fast(memory=4_999), measured)
     assert isinstance(tight.schedule, TwoLevel) and tight.memory_bytes <= 4_999
     assert choose(50, fast(memory=0), measured).memory_bytes == 0
+
+
+Keep = Callable[[Tensor], Tensor]
+STEPS: dict[str, Callable[[Tensor, Keep], Tensor]] = {
+    "saves its input": lambda s, keep: keep(s.sin()),
+    "saves its result": lambda s, keep: keep(keep(s * 1.01).tanh()),
+    "saves both": lambda s, keep: keep(keep(s.sin()).exp()),
+    "saves more": lambda s, keep: keep(keep(s.sin()).sin()),
+    "saves nothing": lambda s, keep: keep(s + 1),
+}
+
+
+class Living:
+    """Counts the tensors given to it that are still alive, by their storages."""
+
+    def __init__(self) -> None:
+        self._made: list[StorageWeakRef] = []
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        self._made.append(StorageWeakRef(tensor.untyped_storage()))
+        return tensor
+
+    def count(self) -> int:
+        return sum(not each.expired() for each in self._made)
+
+
+@pytest.mark.parametrize("is_leaf", [True, False])
+@pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
+def test_a_plan_counts_what_is_alive_if_all_steps_are_kept(
+    step: Callable[[Tensor, Keep], Tensor], is_leaf: bool
+) -> None:
+    x = torch.ones(1000, requires_grad=True)
+    start = x if is_leaf else x.clone()
+    plan = checkpoint_loop.plan(step, start, 100, lambda s: s, memory="1MiB")
+    assert plan.schedule == KeepAll()
+    living = Living()
+    result = checkpoint_loop(step, living.keep(start), 100, living.keep, memory="1MiB")
+    assert plan.memory_bytes == 4000 * living.count()
+    assert result.requires_grad  # and alive until here: the last state counts
+
+
+@pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
+def test_the_choice_stays_within_the_memory(step: Callable[[Tensor, Keep], Tensor]) -> None:
+    living = Living()
+    x = living.keep(torch.ones(1000, requires_grad=True))
+    end = checkpoint_loop(step, x, 100, living.keep, memory=40_000).sum()
+    assert living.count() <= 10
+    end.backward()
+    y = torch.ones(1000, requires_grad=True)
+    state = y
+    for _ in range(100):
+        state = step(state, lambda s: s)
+    state.sum().backward()
+    assert torch.equal(x.grad, y.grad)
+
+
+def test_what_lives_anyway_counts_once() -> None:
+    """A state that steps return as it is, and the inputs of the steps, of which each step saves a row."""
+
+    def step(state: tuple[Tensor, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+        return (state[0] * state[1] * x).sin(), state[1]
+
+    state = torch.ones(1000, requires_grad=True), torch.ones(1000, requires_grad=True)
+    plan = checkpoint_loop.plan(step, state, None, xs=torch.ones(100, 1000), memory="4MiB")
+    assert plan.schedule == KeepAll()
+    # Each step keeps the first of its states, and the sine's input.
+    assert plan.memory_bytes == 4000 * (2 + 100 * 2)
+
+
+def test_a_state_that_is_part_of_a_large_tensor_counts_as_its_part() -> None:
+    x = torch.ones(100_000)[:1000].requires_grad_()
+    assert checkpoint_loop.plan(torch.sin, x, 10, memory=40_000).measured.saved_bytes == 4000
+
+
+def test_formulas_cost_what_a_simulation_does() -> None:
+    for n in range(40):
+        for snapshots in range(1, 10):
+            schedules = [
+                Binomial(snapshots),
+                *(TwoLevel(every, snapshots) for every in range(1, 12)),
+            ]
+            for schedule in schedules:
+                assert costs(schedule, n) == play(schedule, n), (schedule, n)
+
+
+@pytest.mark.parametrize("memory", [1200, 60_000, "1MiB", "1GiB"])
+def test_a_loop_of_unknown_length_begins_without_a_simulation(
+    memory: int | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def simulated(*_: object) -> None:
+        raise AssertionError("a schedule was simulated")
+
+    monkeypatch.setattr(_schedules, "checked_next", simulated)
+    w = torch.full((3,), 0.1, requires_grad=True)
+    state = checkpoint_loop(
+        lambda s, w: s * 1.1 + w * s.sin(),
+        torch.ones(3),
+        None,
+        w,
+        memory=memory,
+        until=lambda s: bool(s[0] > 5),
+    )
+    state.sum().backward()
+    v, plain = torch.full((3,), 0.1, requires_grad=True), torch.ones(3)
+    while not plain[0] > 5:
+        plain = plain * 1.1 + v * plain.sin()
+    plain.sum().backward()
+    assert torch.equal(w.grad, v.grad)

@@ -22,7 +22,7 @@ from ._outputs import Outputs
 from ._saves import Saves
 from ._schedules import Schedule
 from ._state import StepState, flatten
-from ._steps import Face, Stepper
+from ._steps import Evaluation, Face, Stepper
 from ._surroundings import Surroundings
 
 __all__ = ["checkpoint_loop"]
@@ -313,12 +313,20 @@ class _Job:
         loop, stepper = self._loop(stash, False)
         with loop.surroundings.replaying():
             x = self.x(0) if self.n else StepState((), None)
-            _, saves = loop.evaluate(0, self.state, x, through_stash=True, again=True)
-        return self._found(saves, stepper)
+            found, saves = loop.evaluate(0, self.state, x, through_stash=True, again=True)
+        return self._found(found, saves, stepper)
 
-    def _found(self, saves: Saves, stepper: Stepper) -> MeasuredStep:
-        saved = saves.saved_bytes(stepper.outer_tensors())
-        return MeasuredStep(saves.seconds, self.state.nbytes, saved)
+    def _found(self, found: Evaluation, saves: Saves, stepper: Stepper) -> MeasuredStep:
+        """Return the measurements of the first step."""
+        # Later steps get states that require gradients where this step's result does.
+        inputs = [
+            before
+            for before, after in zip(self.state.leaves, found.state.leaves, strict=True)
+            if isinstance(before, Tensor) and isinstance(after, Tensor) and after.requires_grad
+        ]
+        outside = [*stepper.outer_tensors(), *self.xs.tensors]
+        saved, shared = saves.kept_bytes(inputs, found.state.tensors, outside)
+        return MeasuredStep(saves.seconds, self.state.nbytes, saved, shared)
 
     def run(self, tiers: _Tiers, schedule: Schedule | None, progress: bool | None) -> Any:
         """Run the loop with snapshots."""
@@ -342,7 +350,7 @@ class _Job:
             )
             outputs.add(y)
             if schedule is None:
-                schedule = self._chosen(tiers, self._found(saves, stepper))
+                schedule = self._chosen(tiers, self._found(found, saves, stepper))
                 keep = schedule.keeps_graphs
             loop.schedule = schedule
             if keep or is_last:

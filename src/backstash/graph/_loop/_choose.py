@@ -14,7 +14,7 @@ import torch
 from ...errors import UsageError
 from ...stash import Stash
 from ...units import format_bytes
-from ._schedules import Binomial, KeepAll, Schedule, TwoLevel, play
+from ._schedules import Binomial, KeepAll, Schedule, TwoLevel, costs
 
 __all__ = ["Budgets", "LoopPlan", "MeasuredStep", "choose", "describe", "disk_speed", "free_bytes"]
 
@@ -32,7 +32,9 @@ class MeasuredStep:
     state_bytes: int
     """Bytes of the state, and so of one snapshot."""
     saved_bytes: int
-    """Bytes that the step saves for its backward."""
+    """Bytes that the step keeps for its backward: what it saves, and its input state."""
+    shared_bytes: int = 0
+    """How many of these belong to the state that it returns, and so to the next step's input, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +118,10 @@ def _candidates(n: int, budgets: Budgets, measured: MeasuredStep) -> Iterator[Sc
 def describe(schedule: Schedule, n: int, budgets: Budgets, measured: MeasuredStep) -> LoopPlan:
     """Return the predicted costs of ``schedule`` for ``n`` steps."""
     seconds, state, saved = measured.step_seconds, measured.state_bytes, measured.saved_bytes
-    evaluations, snapshots = play(schedule, n)
-    held = snapshots * state + saved * (n if schedule.keeps_graphs else min(n, 1))
+    evaluations, snapshots = costs(schedule, n)
+    # If all steps are kept, a state is one step's input and often saved by the step before: it counts once.
+    kept = (saved - measured.shared_bytes) * n if schedule.keeps_graphs else saved * min(n, 1)
+    held = snapshots * state + kept
     below = 0
     if budgets.memory is not None and budgets.disk is not None:
         # A kept step's state begins its graph, as a parameter does, and a stash keeps such tensors in place.

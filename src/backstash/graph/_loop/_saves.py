@@ -102,10 +102,31 @@ class Saves:
     def _value(self, packed: Any) -> Tensor:
         return hand_out(packed.get()) if self._outer is None else self._outer.unpack(packed)
 
-    def saved_bytes(self, but: Iterable[Tensor] = ()) -> int:
-        """Return the bytes of the storages given to the stash, each once, except those of ``but``."""
-        known = {each.untyped_storage().data_ptr() for each in but if each.layout is torch.strided}
-        return sum(nbytes for address, nbytes in self._storages.items() if address not in known)
+    def kept_bytes(
+        self, inputs: Iterable[Tensor], returned: Iterable[Tensor], outside: Iterable[Tensor]
+    ) -> tuple[int, int]:
+        """Return the bytes that the graph keeps alive, each once, and how many of them ``returned`` has too.
+
+        Args:
+            inputs: tensors at which the graph begins. It keeps these even if it saves none of them.
+            returned: the state that the step returns.
+            outside: tensors that live without the graph, and so do not count.
+        """
+        known = _bytes_by_storage(outside)
+        kept = {each: nbytes for each, nbytes in self._storages.items() if each not in known}
+        kept |= _bytes_by_storage(inputs)
+        shared = kept.keys() & _bytes_by_storage(returned).keys()
+        return sum(kept.values()), sum(kept[each] for each in shared)
+
+
+def _bytes_by_storage(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Return the bytes of ``tensors`` by the address of their storage."""
+    found: dict[int, int] = {}
+    for each in filter(_has_memory, tensors):
+        storage = each.untyped_storage()
+        address = storage.data_ptr()
+        found[address] = min(found.get(address, 0) + each.nbytes, storage.nbytes())
+    return found
 
 
 def _has_memory(tensor: Tensor) -> bool:

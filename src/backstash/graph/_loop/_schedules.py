@@ -172,6 +172,26 @@ def play(schedule: Schedule, n: int) -> tuple[int, int]:
     return evaluations, most
 
 
+def costs(schedule: Schedule, n: int) -> tuple[int, int]:
+    """Return what :func:`play` returns, by closed formulas for the schedules of this module.
+
+    A simulation of a million steps takes minutes.
+    """
+    if type(schedule) is Binomial:
+        return least_evaluations(n, schedule.snapshots), max(1, min(schedule.snapshots, n))
+    if type(schedule) is TwoLevel and n:
+        # Forward runs all steps. Each interval is then reversed as by Binomial, the last one first.
+        fine, before = Binomial(schedule.snapshots), (n - 1) // schedule.every
+        last = n - before * schedule.every
+        (in_last, held_in_last), (in_whole, held_in_whole) = (
+            costs(fine, last),
+            costs(fine, schedule.every),
+        )
+        most = before + (max(held_in_last, held_in_whole - 1) if before else held_in_last)
+        return before * (schedule.every + in_whole) + in_last, most
+    return play(schedule, n)
+
+
 def checked_next(schedule: Schedule, held: Sequence[int], stop: int) -> int | None:
     """Return the schedule's answer. Raises ``UsageError`` if the step is out of range."""
     following = schedule.next_snapshot(tuple(held), stop)
