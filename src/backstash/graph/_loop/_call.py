@@ -60,7 +60,8 @@ class _CheckpointLoop:
             state: a tensor, or tensors and plain values in tuples, lists and dictionaries.
             n: the number of steps; ``None`` with ``until`` or ``xs``.
             *args: passed to each step.
-            memory: bytes in memory for snapshots and for what one step saves, as an int or ``"4GiB"``.
+            memory: bytes in memory for snapshots, and for what one step saves with its input, as an int or
+                ``"4GiB"``.
             disk: a directory, or a :class:`~backstash.Disk`, for what does not fit in ``memory``.
             schedule: which states to hold, an object as described by :class:`Schedule`: ``Binomial``,
                 ``TwoLevel``, ``KeepAll``, or one of your own. ``None``: the one that is predicted to be the
