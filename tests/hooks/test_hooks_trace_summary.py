@@ -139,6 +139,34 @@ def test_summary_changes_nothing() -> None:
     assert model.training and all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_summary_between_forward_and_backward(training: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).train(training)
+    x = torch.randn(3, 4)
+    loss = model(x).square().sum()
+    before = [buffer.clone() for buffer in model.buffers()]
+    summary(model, x)
+    assert all(map(torch.equal, model.buffers(), before))
+    loss.backward()
+    assert model[0].weight.grad is not None
+
+
+def test_summary_restores_what_a_module_writes_without_raising_a_version() -> None:
+    class Codebook(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("codes", torch.zeros(3))
+            self.register_buffer("shape", torch.zeros(3, device="meta"))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.codes.data.add_(1)
+            return x + self.codes
+
+    model = Codebook()
+    summary(model, torch.ones(3, requires_grad=True))
+    assert torch.equal(model.codes, torch.zeros(3)) and model.codes._version == 0
+
+
 def test_summary_of_a_compiled_model_is_refused(chain: nn.Sequential) -> None:
     with pytest.raises(UsageError, match="compiled"):
         summary(torch.compile(chain, backend="eager"), torch.ones(5, 4))

@@ -90,6 +90,17 @@ def test_an_exact_codec_has_no_error_and_all_is_as_before(net):
     assert torch.equal(torch.get_rng_state(), random)
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_a_graph_from_before_can_still_run_backward(net, training):
+    step = step_of(net.train(training))
+    loss = step()
+    buffers = [each.clone() for each in net.buffers()]
+    gradient_errors(step, net, Stash(codec=BFloat16()))
+    assert all(map(torch.equal, net.buffers(), buffers))
+    loss.backward()
+    assert net.first.weight.grad is not None
+
+
 def test_a_step_that_does_not_repeat_itself_is_reported():
     net, calls = nn.Linear(64, 512), []
 

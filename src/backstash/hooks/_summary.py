@@ -14,6 +14,7 @@ from torch import nn
 from .._text import clean
 from .._torch.module_parts import is_compiled, own_buffers, own_parameters, set_buffer
 from .._torch.storages import storage_identity, storage_of
+from .._torch.versions import version_of
 from ..errors import UsageError
 from ..units import format_bytes
 from ._paths import Site, depth_of, walk
@@ -249,7 +250,7 @@ class _SavedBytes:
 def _unchanged(model: nn.Module) -> Iterator[None]:
     """Restores the model's buffers and the random number generators at the end, also after an error."""
     buffers = [
-        (module, name, buffer, buffer.detach().clone())
+        (module, name, buffer, buffer.detach().clone(), version_of(buffer))
         for module in model.modules()
         for name, buffer in own_buffers(module)
     ]
@@ -262,6 +263,9 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
             yield
         finally:
             with torch.no_grad():
-                for module, name, buffer, value in buffers:
-                    buffer.copy_(value)
+                for module, name, buffer, value, version in buffers:
+                    # The version is raised only if the forward raised it (batch normalization does not):
+                    # a graph that has saved the buffer must still run backward.
+                    target = buffer.data if version_of(buffer) == version else buffer
+                    target.copy_(value)
                     set_buffer(module, name, buffer)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .._text import clean, html_text, show_text
+from .._torch.versions import version_of
 from ..errors import UsageError
 
 __all__ = ["GradientError", "GradientErrors", "gradient_errors"]
@@ -118,7 +119,7 @@ def _gradients(
     under: AbstractContextManager[Any],
 ) -> tuple[Tensor, list[Tensor | None]]:
     """Return the loss and the gradients of one run, and restore everything else."""
-    buffers = [(each, each.detach().clone()) for each in module.buffers()]
+    buffers = [(each, each.detach().clone(), version_of(each)) for each in module.buffers()]
     with _random_states(module):
         for _, parameter in named:
             parameter.grad = None
@@ -133,8 +134,11 @@ def _gradients(
                 loss.backward()  # type: ignore[no-untyped-call]
         finally:
             with torch.no_grad():
-                for buffer, value in buffers:
-                    buffer.copy_(value)
+                for buffer, value, version in buffers:
+                    # The version is raised only if the step raised it (batch normalization does not): a
+                    # graph that has saved the buffer must still run backward.
+                    target = buffer.data if version_of(buffer) == version else buffer
+                    target.copy_(value)
     return loss.detach(), [parameter.grad for _, parameter in named]
 
 
