@@ -112,6 +112,21 @@ def test_a_step_that_does_not_repeat_itself_is_reported():
     assert not found.loss_is_equal and "the step is not deterministic" in str(found)
 
 
+def test_nan_is_the_largest_error():
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    x, unpacked = torch.randn(3, 4), []
+
+    def unpack(saved):
+        unpacked.append(saved)
+        return saved * math.nan if len(unpacked) == 2 else saved
+
+    under = torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, unpack)
+    found = gradient_errors(lambda: net(x).square().mean(), net, under)
+    assert [row.name for row in found.rows if math.isnan(row.relative_l2_error)] == ["2.weight"]
+    assert found.rows[0].name == "2.weight" and math.isnan(found.rows[0].cosine)
+    assert "nan       nan" in str(found).splitlines()[1] and not found.is_exact
+
+
 def test_zeros():
     net = nn.Linear(4, 4)
     found = gradient_errors(lambda: net(torch.zeros(2, 4)).sum() * 0, net, Stash())

@@ -26,10 +26,10 @@ class GradientError:
     """The parameter's name in the module."""
     relative_l2_error: float
     """The L2 norm of the difference, divided by the norm of the exact gradient. 0 if both are zero, infinite if
-    only the exact one is."""
+    only the exact one is, NaN if one of them has a NaN."""
     cosine: float
     """Cosine of the angle between the two gradients: 1 if they point the same way or both are zero, NaN if one
-    is zero."""
+    is zero or has a NaN."""
     norm: float
     """The L2 norm of the exact gradient."""
 
@@ -39,7 +39,7 @@ class GradientErrors:
     """The result of :func:`gradient_errors`; ``str()`` is a table."""
 
     rows: tuple[GradientError, ...]
-    """A row for each parameter with a gradient, largest error first."""
+    """A row for each parameter with a gradient, largest error first; NaN is before all."""
     loss_is_equal: bool
     """Whether both losses have the same bits. They should: a codec changes nothing in forward."""
 
@@ -108,7 +108,7 @@ def gradient_errors(
         for (name, _), one, other in zip(named, exact, found, strict=True)
         if one is not None or other is not None
     ]
-    rows.sort(key=lambda row: -row.relative_l2_error)
+    rows.sort(key=lambda row: (not math.isnan(row.relative_l2_error), -row.relative_l2_error))
     return GradientErrors(tuple(rows), torch.equal(exact_loss, loss))
 
 
@@ -161,7 +161,7 @@ def _compared(name: str, exact: Tensor | None, other: Tensor | None) -> Gradient
     difference = float((one - two).norm())
     error = difference / norm if norm else (math.inf if its_norm else 0.0)
     if norm and its_norm:
-        cosine = min(1.0, float(one @ two) / (norm * its_norm))
+        cosine = min(float(one @ two) / (norm * its_norm), 1.0)  # in this order NaN stays
     else:
         cosine = math.nan if norm or its_norm else 1.0
     return GradientError(name, error, cosine, norm)
