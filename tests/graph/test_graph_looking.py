@@ -235,6 +235,28 @@ def test_labels_survive_a_forward_that_fails_and_are_taken_off() -> None:
     assert not any(module._forward_hooks for module in model.modules())
 
 
+def test_labels_if_the_model_catches_what_a_pre_hook_raises() -> None:
+    class Catches(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            try:
+                self.block(x)
+            except ValueError:
+                x = x.tanh()
+            return x.sum()
+
+    def refuse(module: nn.Module, args: Any) -> None:
+        raise ValueError("refused")
+
+    model = Catches()
+    model.block.register_forward_pre_hook(refuse)
+    with label_modules(model) as labels:
+        loss = nn.Sequential(model)(torch.rand(2, 3, requires_grad=True))
+    assert labels.starts() == []
+    with log_backward(loss) as log:
+        loss.backward()
+    assert [row.node for row in log.rows][:2] == ["SumBackward0", "TanhBackward0"]
+
+
 def test_rows_say_what_each_node_did(disk_dir: Any) -> None:
     stash = Stash(disk=disk_dir, min_bytes=0)
     x = torch.ones(2, 8, requires_grad=True)

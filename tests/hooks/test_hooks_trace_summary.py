@@ -167,6 +167,30 @@ def test_summary_restores_what_a_module_writes_without_raising_a_version() -> No
     assert torch.equal(model.codes, torch.zeros(3)) and model.codes._version == 0
 
 
+def test_summary_of_a_model_that_catches_what_a_pre_hook_raises() -> None:
+    class Catches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(3, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            try:
+                x = self.inner(x)
+            except ValueError:
+                pass
+            return (x * self.inner.weight[0]).tanh()
+
+    def refuse(module: nn.Module, args: object) -> None:
+        raise ValueError("refused")
+
+    model = Catches()
+    x = torch.ones(1, 3)
+    model.inner.register_forward_pre_hook(refuse)
+    rows = {row.path: row for row in summary(nn.Sequential(model), x).rows}
+    assert (rows["0"].calls, rows["0.inner"].calls, rows["0.inner"].output) == (1, 0, "-")
+    assert rows["0"].saved_bytes >= x.nbytes and rows["0.inner"].saved_bytes == 0
+
+
 def test_summary_of_a_compiled_model_is_refused(chain: nn.Sequential) -> None:
     with pytest.raises(UsageError, match="compiled"):
         summary(torch.compile(chain, backend="eager"), torch.ones(5, 4))

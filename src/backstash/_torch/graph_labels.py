@@ -28,11 +28,11 @@ class Labels(Handle):
             self.handles.append(module.register_forward_hook(_Label(self, path), always_call=True))
 
     def _start(self, module: nn.Module, args: Any) -> None:
-        self.starts().append(sequence_number())
+        self.starts().append((module, sequence_number()))
 
-    def starts(self) -> list[int]:
-        """Return the first sequence number of each module call that is running on this thread."""
-        found: list[int] | None = getattr(self._local, "starts", None)
+    def starts(self) -> list[tuple[nn.Module, int]]:
+        """Return each module that is running on this thread, with the first sequence number of its call."""
+        found: list[tuple[nn.Module, int]] | None = getattr(self._local, "starts", None)
         if found is None:
             found = self._local.starts = []
         return found
@@ -46,7 +46,10 @@ class _Label:
         self.path = path
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        start = self.labels.starts().pop()
+        starts = self.labels.starts()
+        if not starts or starts[-1][0] is not module:
+            return  # another pre-hook raised before this call was recorded
+        _, start = starts.pop()
         ahead = [each.grad_fn for each in tree_leaves(output) if isinstance(each, Tensor)]
         seen = set()
         while ahead:

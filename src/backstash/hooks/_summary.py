@@ -176,6 +176,8 @@ class _SummaryRows:
     def _end(self, path: str) -> Make:
         def make(record: HookRecord) -> Callable[..., None]:
             def hook(module: nn.Module, args: Any, output: Any) -> None:
+                if self.saved.running[-1:] != [path]:
+                    return  # another pre-hook raised before this call was recorded
                 record.fired += 1
                 self._outputs[path] = shapes_of(output)
                 self.saved.running.pop()
