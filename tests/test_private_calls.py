@@ -31,7 +31,6 @@ ALLOWED = {
     "_base": "PyTorch's notes on autograd: what a tensor is a view of",
     "_getframe": "Python's: sys._getframe",
     "_is_gil_enabled": "Python's: sys._is_gil_enabled, from 3.13 on",
-    "_fields": "Python's: of a named tuple",
     "_CFuncPtr": "Python's: of ctypes",
     "_gradient_checkpointing_func": "transformers': what a layer calls to checkpoint",
     "_bytes": "no attribute: how the names of fields with bytes end",

@@ -126,3 +126,45 @@ def test_checkpointing_is_no_second_call(residual: nn.Module, reentrant: bool) -
         assert len(got[name].calls) == 1
         assert torch.equal(got[name].grad, plain[name].grad)
         assert torch.equal(got[name].output, plain[name].output)
+
+
+def test_gradients_of_a_packed_sequence() -> None:
+    rnn = nn.LSTM(3, 4)
+    x = torch.randn(5, 2, 3, requires_grad=True)
+    lengths = torch.tensor([5, 3])
+    with capture(rnn, "", inputs=True, grads=True) as got:
+        packed, _ = rnn(nn.utils.rnn.pack_padded_sequence(x, lengths))
+        packed.data.square().sum().backward()
+    assert type(got[""].output[0]) is nn.utils.rnn.PackedSequence
+    assert torch.equal(got[""].output[0].batch_sizes, packed.batch_sizes)
+    assert torch.equal(got[""].grad[0].data, 2 * packed.data)
+    padded, _ = nn.utils.rnn.pad_packed_sequence(
+        nn.utils.rnn.PackedSequence(got[""].input_grad.data, packed.batch_sizes)
+    )
+    assert torch.equal(padded, x.grad)
+
+
+class Pair(tuple):
+    """Is created from other arguments than its items, and has a field of its own."""
+
+    def __new__(cls, first: torch.Tensor, second: torch.Tensor) -> "Pair":
+        made = super().__new__(cls, (first, second.exp()))
+        made.name = "pair"
+        return made
+
+
+def test_gradients_of_tuples_that_are_not_created_from_their_items() -> None:
+    class Tuples(nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple:
+            return Pair(x * 2, x), torch.max(x * 3, 1)
+
+    model = Tuples()
+    x = torch.zeros(2, 3, requires_grad=True)
+    with capture(model, "", grads=True) as got:
+        pair, most = model(x)
+        (pair[0].sum() + 5 * pair[1].sum() + most.values.sum()).backward()
+    kept, kept_most = got[""].output
+    assert type(kept) is Pair and kept.name == "pair" and torch.equal(kept[1], torch.ones(2, 3))
+    assert type(kept_most) is torch.return_types.max
+    assert [each.max().item() for each in got[""].grad[0]] == [1, 5]
+    assert torch.equal(got[""].grad[1].values, torch.ones(2)) and got[""].grad[1].indices is None

@@ -59,12 +59,21 @@ def _rebuild(value: Any, items: list[Any]) -> Any:
         new[:] = items
         return new
     if isinstance(value, tuple):
-        if hasattr(value, "_fields"):
-            return type(value)(*items)
-        return type(value)(items)
+        return _rebuild_tuple(value, items)
     new = copy.copy(value)
     for field, item in zip(dataclasses.fields(value), items, strict=True):
         object.__setattr__(new, field.name, item)
+    return new
+
+
+def _rebuild_tuple(value: tuple[Any, ...], items: list[Any]) -> Any:
+    try:
+        # A class with a __new__ of its own, such as PackedSequence, may want other arguments.
+        new = tuple.__new__(type(value), items)
+    except TypeError:  # torch.return_types
+        return type(value)(items)
+    if hasattr(value, "__dict__"):
+        vars(new).update(vars(value))
     return new
 
 
