@@ -187,6 +187,9 @@ def test_where_hooks_are_disabled_it_says_so(directory: str) -> None:
     stash = Stash(disk=directory, min_bytes=0)
     with disable_saved_tensors_hooks("not here"), pytest.raises(RuntimeError, match="not here"):
         saved_on(stash)(torch.exp)(double())
+    with disable_saved_tensors_hooks("not here"), pytest.raises(RuntimeError, match="not here"):
+        product_function(stash).apply(double())
+    assert current(True) is None and stash.stats().saves == 0
     stash.close()
 
 

@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.graph import saved_tensors_hooks
 
 from .._saved.handout import hand_out
 from .._text import shown
@@ -137,6 +138,9 @@ def save_for_backward(ctx: Any, *tensors: Tensor | None, to: HookPair | None = N
         )
     given = [tensor for tensor in tensors if tensor is not None]
     if given:
+        if any(ctx.needs_input_grad):
+            with saved_tensors_hooks(HeldVersion, HeldVersion.get):
+                pass  # this raises if hooks are disabled; _ToSave.__del__ could not
         ctx.to_save = _ToSave(tensors)
         ctx.to_save.prepare(ctx, given, to)
 
