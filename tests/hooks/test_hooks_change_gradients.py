@@ -40,6 +40,26 @@ def test_clip_by_the_norm_of_each_tensor(chain: nn.Sequential) -> None:
     assert clip.reduction == "none"
 
 
+@pytest.mark.parametrize(
+    ("dtype", "value", "norm"),
+    [
+        (torch.float16, 60000.0, 1e-4),
+        (torch.float16, 60000.0, 1.0),
+        (torch.bfloat16, 1e25, 1.0),
+        (torch.float32, 1e25, 1.0),
+        (torch.complex64, 1e25, 1.0),
+        (torch.float32, 1e-30, 1e-35),
+    ],
+)
+def test_clip_of_large_gradients(dtype: torch.dtype, value: float, norm: float) -> None:
+    y = torch.zeros(2, dtype=dtype, requires_grad=True)
+    with clip_gradients({"y": y}, norm=norm):
+        y.backward(torch.full_like(y, value))
+    assert y.grad.dtype == dtype
+    wide = y.grad.to(torch.complex128 if dtype.is_complex else torch.float64)
+    assert wide.norm().item() == pytest.approx(norm, rel=4e-3)
+
+
 def test_clip_keeps_zero_and_nan() -> None:
     y = torch.zeros(3, requires_grad=True)
     with clip_gradients({"y": y}, norm=1.0):

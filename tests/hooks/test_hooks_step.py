@@ -229,3 +229,8 @@ def test_after_accumulation_was_refused_no_gradient_is_left() -> None:
         with pytest.raises(UsageError, match="2 backwards"):
             layer(torch.ones(1, 4)).backward()
         assert [p.grad for p in layer.parameters()] == [None, None]
+
+
+def test_an_optimizer_is_no_factory(chain: nn.Sequential) -> None:
+    with pytest.raises(UsageError, match=r"step_in_backward\(AdamW, ...\): give what makes"):
+        step_in_backward(adam([*chain.parameters()]), chain)

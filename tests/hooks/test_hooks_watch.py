@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from backstash.errors import UsageError
-from backstash.hooks import GradientReport, watch_gradients
+from backstash.hooks import GradientReport, Stats, watch_gradients
 
 
 def step(model: nn.Module, x: torch.Tensor) -> None:
@@ -272,3 +272,40 @@ def test_a_part_that_is_scripted_has_gradients() -> None:
     with watch_gradients(net, every=1, to=None) as watch:
         step(net, torch.randn(5, 4))
     assert watch.last is not None and len(watch.last.rows) == 4
+
+
+def stats_of(weight: nn.Parameter, gradient: torch.Tensor) -> Stats:
+    model = nn.Module()
+    model.weight = weight
+    with watch_gradients(model, to=None) as watch:
+        weight.backward(gradient)
+    return watch.last.rows["weight"]
+
+
+def test_a_complex_element_counts_once() -> None:
+    nan, inf = float("nan"), float("inf")
+    elements = [0, 3 - 4j, 1j, complex(nan, 1), complex(1, inf), complex(nan, inf)]
+    row = stats_of(nn.Parameter(torch.zeros(6, dtype=torch.complex64)), torch.tensor(elements))
+    assert (row.count, row.nan, row.inf, row.zeros) == (6, 2, 1, 1 / 6)
+    assert (row.mean, row.min, row.max) == (0, -4, 3)
+    assert row.std == pytest.approx((26 / 6) ** 0.5)
+    row = stats_of(nn.Parameter(torch.zeros(2, dtype=torch.complex64)), torch.tensor([3, 4j]))
+    assert row.norm == 5
+
+
+@pytest.mark.parametrize("indices", [[1, 1, 3], [], list(range(10))])
+def test_a_sparse_gradient_is_measured_like_a_dense_one(indices: list[int]) -> None:
+    rows = []
+    for sparse in (True, False):
+        torch.manual_seed(0)
+        model = nn.Embedding(10, 2, sparse=sparse)
+        with watch_gradients(model, to=None) as watch:
+            (model(torch.tensor(indices, dtype=torch.long)).tanh() + 1).prod(-1).sum().backward()
+        rows.append(watch.last.rows["weight"].as_dict())
+    assert rows[0] == pytest.approx(rows[1])
+
+
+def test_large_finite_gradients_have_finite_statistics() -> None:
+    row = stats_of(nn.Parameter(torch.zeros(4)), torch.tensor([1e25, -1e25, 1e25, -1e25]))
+    assert row.finite and row.norm == pytest.approx(2e25)
+    assert row.mean == 0 and row.std == pytest.approx(1e25)

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 from ..errors import UsageError
-from ._distributed import fsdp2_parameters, reduction_of, replicated
+from ._distributed import fsdp2_parameters, reduction_of
 from ._handle import GradientHooks
 from ._names import Target, select_tensors
 from ._on_gradient import on_tensor
 from ._registration import HookRecord, Make, Registration
+from ._stats import norm_of
 
 __all__ = ["clip_gradients"]
 
@@ -117,8 +118,12 @@ def _by_norm(norm: float) -> tuple[Clip, str]:
 
     def clip(gradient: torch.Tensor) -> torch.Tensor:
         # The factor stays on the device: a float would wait for it. NaN stays NaN, to be seen.
-        half = gradient.dtype in (torch.float16, torch.bfloat16)
-        whole = torch.linalg.vector_norm(gradient, dtype=torch.float32 if half else None)
-        return gradient * (norm / replicated(whole)).clamp(max=1.0).to(gradient.dtype)
+        factor = (norm / norm_of(gradient)).clamp(max=1.0)
+        if gradient.dtype in (
+            torch.float16,
+            torch.bfloat16,
+        ):  # which may hold neither norm nor factor
+            return (gradient.float() * factor.float()).to(gradient.dtype)
+        return gradient * factor.to(gradient.dtype)
 
     return clip, f"each tensor scaled to its own norm of at most {norm}; not global-norm clipping"

@@ -136,6 +136,11 @@ def step_in_backward(
     >>> model.weight.grad is None, torch.equal(model.weight, before - 0.5)
     (True, True)
     """
+    if not callable(optimizer_factory):
+        raise UsageError(
+            f"step_in_backward({type(optimizer_factory).__name__}, ...): give what makes an optimizer of some "
+            "parameters, such as lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)"
+        )
     odd = [item for item in allow if item not in _ALLOWED]
     if odd or isinstance(allow, str):
         raise UsageError(f"allow={allow!r}: allowed is a list of {', '.join(map(repr, _ALLOWED))}")
