@@ -52,6 +52,10 @@ def test_outputs_may_be_tensors_nodes_and_edges() -> None:
     ]  # fmt: skip
     assert [short(n) for n in iter_graph(x)] == ["AccumulateGrad"]
     assert list(iter_graph(torch.ones(1))) == list(iter_graph([])) == []
+    with pytest.raises(UsageError, match="int among the outputs: allowed are tensors"):
+        list(iter_graph(3))  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="int among the outputs"):
+        log_backward(3)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="str among the outputs"):
         list(iter_graph(["loss"]))  # type: ignore[list-item]
 

@@ -245,6 +245,8 @@ def test_edit_inputs_by_keyword(structured: nn.Module) -> None:
 
 def test_what_cannot_be_an_edit(chain: nn.Sequential, state_of) -> None:
     before = state_of(chain)
+    with pytest.raises(UsageError, match=r"edit=1: allowed are callable\(value\)"):
+        capture(chain, "0", edit=1)
     with pytest.raises(UsageError, match=r"edit_inputs\['0'\]=1 is not callable"):
         capture(chain, [], edit={"2": torch.zeros_like}, edit_inputs={"0": 1})
     with pytest.raises(NoMatchError, match="edit: 'x' matches no module"):

@@ -199,6 +199,10 @@ def test_edit_refuses(chain: nn.Sequential, state_of) -> None:
         edit_gradients({"0.bias": 0.5}, chain)
     with pytest.raises(UsageError, match="edits nothing"):
         edit_gradients({}, chain)
+    with pytest.raises(
+        UsageError, match=r"edits is a Sequential; allowed: a dict .* before the model"
+    ):
+        edit_gradients(chain, {"0.bias": torch.zeros_like})
     with pytest.raises(UsageError, match='allowed: "parameters", "outputs", "inputs"'):
         edit_gradients({"0.bias": print}, chain, at="everywhere")
     with pytest.raises(UsageError, match="has no gradients to hook"):

@@ -50,7 +50,8 @@ def roots_of(outputs: Outputs) -> list[stock.Node]:
     """Return the nodes of ``outputs``, each once."""
     single = isinstance(outputs, (Tensor, stock.GradientEdge)) or _is_node(outputs)
     found: dict[stock.Node, None] = {}
-    several: Any = (outputs,) if single else outputs
+    # What is neither an output nor iterable gets the error of an output.
+    several: Any = outputs if not single and isinstance(outputs, Iterable) else (outputs,)
     for output in several:
         node = _root_of(output)
         if node is not None:

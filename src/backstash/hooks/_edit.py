@@ -35,9 +35,10 @@ def edit_gradients(
     """Replace gradients of parameters, of modules' outputs or of modules' inputs.
 
     The tensor that an edit returns takes the gradient's place in the rest of backward; an edit that returns
-    ``None`` leaves the gradient, so ``print`` is an edit that only looks. Edits of one tensor are applied in
-    the order of the dict. Return a new tensor and do not change the gradient in place: autograd may share its
-    memory.
+    ``None`` leaves the gradient, so ``print`` is an edit that only looks. Edits of one parameter, or
+    of one module, are applied in the order of the dict. If nested modules return one tensor, the inner module's
+    edit of the output is applied first. Return a new tensor and do not change the gradient in place: autograd
+    may share its memory.
 
     The gradient of an input is the part that comes through this module; what comes through other uses of the
     tensor is not in it. Where the module changes its input in place (``nn.ReLU(inplace=True)``), the uses
@@ -58,7 +59,7 @@ def edit_gradients(
 
     Raises:
         NoMatchError: a name matches nothing; nothing is registered then.
-        UsageError: a name matches both parameters and modules; an edit is not callable.
+        UsageError: a name matches both parameters and modules; an edit is not callable; ``edits`` is no dict.
 
     An edit that returns something of another shape, dtype or device raises ``UsageError`` out of
     ``backward()``. At exit a :class:`HookWarning` names the edits that never got a gradient.
@@ -72,6 +73,11 @@ def edit_gradients(
     >>> model[0].bias.grad, model[0].weight.grad.abs().sum()
     (tensor([0., 0.]), tensor(0.))
     """
+    if not isinstance(edits, Mapping):
+        raise UsageError(
+            f"edits is a {type(edits).__name__}; allowed: a dict such as "
+            '{"fc.bias": torch.zeros_like}, as the first argument, before the model'
+        )
     edited = [
         each for name, edit in edits.items() for each in _edited_gradients(model, name, edit, at)
     ]

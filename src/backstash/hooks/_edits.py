@@ -29,6 +29,10 @@ def changes(
     """
     if edit is None:
         return []
+    if not callable(edit) and not isinstance(edit, Mapping):
+        raise UsageError(
+            f"{argument}={edit!r}: allowed are callable(value), callable(value, input), and a dict of them"
+        )
     named = edit.items() if isinstance(edit, Mapping) else [(sites, edit)]
     found: list[tuple[Site, Change]] = []
     for name, change in named:
