@@ -296,6 +296,7 @@ class ForwardTape(Tape):  # type: ignore[no-untyped-call]
                 self._bits.note_clone(func, args, result, depth=3)
         except BaseException:
             self._differ()  # the program may call it again, with other operands
+            self._fail_writes(writes)
             raise
         self._at, self._count, self._states = at + 1, step.index + 1, step.states_after
         for each, (*_, state) in zip(writes, step.written, strict=True):

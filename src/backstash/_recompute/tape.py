@@ -313,7 +313,11 @@ class Tape(SilentMode):
                 op.kwargs = dict(zip(kwargs, values, strict=True))
         self._begin_writes(writes)
         has_bits = operation.makes_bits or (self._is_complex if not why else has_complex(args))
-        result = self._call(operation, args, kwargs, has_bits)
+        try:
+            result = self._call(operation, args, kwargs, has_bits)
+        except BaseException:
+            self._fail_writes(writes)
+            raise
         if operation.is_seen_by_bits:
             found = result
             with with_lazy_bits():
@@ -396,6 +400,12 @@ class Tape(SilentMode):
             for each in list(known.values()) if known is not None else ():
                 if (tensor := tensors.pop(each, None)) is not None and each in held:
                     held[each][0] = copied(tensor)
+
+    def _fail_writes(self, writes: Iterable[WriteOp]) -> None:
+        """After an error in writes, forget what was known of the memory: some of it may have been written."""
+        for write in writes:
+            write.memory.writes -= 1
+            write.memory.state = State(write.tensor.device, UNSEEN)
 
     def _add_results(
         self, operation: Operation, op: Op, result: Any, reason: str, key: int
