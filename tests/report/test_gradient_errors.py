@@ -1,6 +1,7 @@
 """Gradients under a lossy codec compared with the exact ones, on a step of one's own."""
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 from backstash import Action, Stash
 from backstash.codecs import BFloat16, Float8, Int8
 from backstash.errors import UsageError
+from backstash.hooks import summary
 from backstash.report import gradient_errors
 
 
@@ -138,3 +140,34 @@ def test_a_step_returns_a_loss(net, what):
     with pytest.raises(UsageError, match="step returned"):
         gradient_errors(lambda: what, net, Stash())
     assert net.last.weight.grad is None
+
+
+class Rebinding(nn.Module):
+    """Puts another tensor in the place of one buffer; the elements of the other share memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("ones", torch.ones(1).expand(4))
+
+    def forward(self, x):
+        self.count = self.count + 1
+        return self.layer(x) * self.ones
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda net, step: gradient_errors(step, net, nullcontext()),
+        lambda net, step: summary(net, X),
+    ],
+)
+def test_buffers_that_are_replaced_or_expanded_are_as_before(look):
+    net = Rebinding()
+    count, ones = net.count, net.ones
+    look(net, lambda: net(X).square().mean())
+    assert net.count is count and count.item() == 0 and net.ones is ones
+
+
+X = torch.ones(2, 4)

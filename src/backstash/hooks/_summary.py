@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from .._text import clean
-from .._torch.module_parts import is_compiled, own_buffers, own_parameters, set_buffer
+from .._torch.module_parts import is_compiled, own_parameters
 from .._torch.storages import storage_identity, storage_of
-from .._torch.versions import version_of
+from .._torch.unchanged import unchanged
 from ..errors import UsageError
 from ..units import format_bytes
 from ._paths import Site, depth_of, walk
@@ -132,7 +132,7 @@ def summary(model: nn.Module, /, *args: Any, **kwargs: Any) -> Summary:
     registration = Registration("summary")
     try:
         rows.attach(registration)
-        with torch.enable_grad(), _unchanged(model), rows.saved.counting():
+        with torch.enable_grad(), unchanged(model), rows.saved.counting():
             model(*args, **kwargs)
     finally:
         registration.remove()
@@ -246,28 +246,3 @@ class _SavedBytes:
                 yield
         finally:
             self._seen.clear()
-
-
-@contextmanager
-def _unchanged(model: nn.Module) -> Iterator[None]:
-    """Restores the model's buffers and the random number generators at the end, also after an error."""
-    buffers = [
-        (module, name, buffer, buffer.detach().clone(), version_of(buffer))
-        for module in model.modules()
-        for name, buffer in own_buffers(module)
-    ]
-    types = {t.device.type for t in (*model.parameters(), *model.buffers())} - {"cpu", "meta"}
-    devices = {t.device for t in (*model.parameters(), *model.buffers()) if t.device.type in types}
-    kind = next(iter(types), "cuda")
-    indices = [device.index or 0 for device in devices if device.type == kind]
-    with torch.random.fork_rng(indices, device_type=kind):
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for module, name, buffer, value, version in buffers:
-                    # The version is raised only if the forward raised it (batch normalization does not):
-                    # a graph that has saved the buffer must still run backward.
-                    target = buffer.data if version_of(buffer) == version else buffer
-                    target.copy_(value)
-                    set_buffer(module, name, buffer)

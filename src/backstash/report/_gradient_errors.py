@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .._text import clean, html_text, show_text
-from .._torch.versions import version_of
+from .._torch.unchanged import unchanged
 from ..errors import UsageError
 
 __all__ = ["GradientError", "GradientErrors", "gradient_errors"]
@@ -119,40 +119,18 @@ def _gradients(
     under: AbstractContextManager[Any],
 ) -> tuple[Tensor, list[Tensor | None]]:
     """Return the loss and the gradients of one run, and restore everything else."""
-    buffers = [(each, each.detach().clone(), version_of(each)) for each in module.buffers()]
-    with _random_states(module):
+    with unchanged(module):
         for _, parameter in named:
             parameter.grad = None
-        try:
-            with under:
-                loss = step()
-                if not isinstance(loss, Tensor) or loss.grad_fn is None:
-                    raise UsageError(
-                        f"gradient_errors: step returned {type(loss).__name__}: allowed is a loss that follows "
-                        "from parameters, before its backward"
-                    )
-                loss.backward()  # type: ignore[no-untyped-call]
-        finally:
-            with torch.no_grad():
-                for buffer, value, version in buffers:
-                    # The version is raised only if the step raised it (batch normalization does not): a
-                    # graph that has saved the buffer must still run backward.
-                    target = buffer.data if version_of(buffer) == version else buffer
-                    target.copy_(value)
+        with under:
+            loss = step()
+            if not isinstance(loss, Tensor) or loss.grad_fn is None:
+                raise UsageError(
+                    f"gradient_errors: step returned {type(loss).__name__}: allowed is a loss that follows "
+                    "from parameters, before its backward"
+                )
+            loss.backward()  # type: ignore[no-untyped-call]
     return loss.detach(), [parameter.grad for _, parameter in named]
-
-
-def _random_states(module: nn.Module) -> ExitStack:
-    """Return a context that restores the states of PyTorch's generators when it ends."""
-    devices: dict[str, set[int]] = {}
-    for parameter in module.parameters():
-        if parameter.device.type not in ("cpu", "meta"):
-            devices.setdefault(parameter.device.type, set()).add(parameter.device.index or 0)
-    stack = ExitStack()
-    stack.enter_context(torch.random.fork_rng(devices=[]))
-    for kind, indices in devices.items():
-        stack.enter_context(torch.random.fork_rng(devices=sorted(indices), device_type=kind))
-    return stack
 
 
 def _compared(name: str, exact: Tensor | None, other: Tensor | None) -> GradientError:
