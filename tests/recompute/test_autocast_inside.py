@@ -26,6 +26,7 @@ FORMS = {
         lambda a, b: under(False)(OPS.product)(a, b),
         "CompositeImplicitAutograd",
     ),
+    "below(Tensor a, Tensor b) -> Tensor": (lambda a, b: below(a, b), "CPU"),
     "named(*, Tensor[] all) -> Tensor": (lambda all: (all[0] @ all[1]).float(), "CPU"),
     "made(int n) -> Tensor": (
         lambda n: (torch.linspace(0, 1, n * n).view(n, n) @ torch.rand(n, n)).float(),
@@ -39,6 +40,14 @@ FORMS = {
     "falls(Tensor a, Tensor b) -> Tensor": (lambda a, b: (a @ b).float(), "CPU"),
     "own(Tensor a, Tensor b) -> Tensor": (lambda a, b: (a @ b).float(), "CPU"),
 }
+
+
+def below(a, b):
+    """Turns autocast off below autograd, where composites are not decomposed."""
+    with torch._C._AutoDispatchBelowAutograd():
+        return under(False)(torch.einsum)("ij,jk->ik", a, b).float()
+
+
 for schema, (kernel, key) in FORMS.items():
     library.define(schema)
     library.impl(schema.partition("(")[0], kernel, key)
@@ -46,6 +55,7 @@ for name in ("handled", "handled_or_made"):
     torch.library.register_autocast(
         f"backstash_autocast_inside::{name}", "cpu", torch.float32, lib=library
     )
+library.impl("below", below, "AutogradCPU")
 library.impl("falls", torch.library.fallthrough_kernel, "AutocastCPU")
 library.impl(
     "own",
@@ -241,12 +251,19 @@ def scripted(a, b):
 
 
 @torch.jit.script
+def scripted_below(a, b):
+    return torch.ops.backstash_autocast_inside.below(a, b)
+
+
+@torch.jit.script
 def scripted_product(a, b):
     return torch.ops.backstash_autocast_inside.product(a, b)
 
 
 @pytest.mark.parametrize("way", ["module", "context"])
-@pytest.mark.parametrize("call", [scripted, scripted_product], ids=["kernel of Python's", "kernel"])
+@pytest.mark.parametrize(
+    "call", [scripted, scripted_below, scripted_product], ids=["of Python's", "composite", "kernel"]
+)
 def test_below_torchscript_it_is_an_error(call, way):
     """TorchScript leaves no frame of Python where it calls the operator whose kernel turns autocast off. Its
     own error has no text, so a warning has it."""

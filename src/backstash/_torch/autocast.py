@@ -75,8 +75,6 @@ def kernel_of(operation: Operation, args: Any, kwargs: Any) -> AbstractContextMa
     if not operation.may_autocast or not is_autocast_near():
         return with_lazy_bits(versions=operation.writes_inside)
     caller = _caller()
-    if caller == "script" and operation.is_composite and not torch.is_inference_mode_enabled():
-        caller = "program"  # a kernel calls it that began under no mode, so the state is that of this call
     is_in_others = operation.name.startswith(_IN_OTHERS) and _may_cast(args) and bool(_autocasts())
     if caller in ("operator", "script") or is_in_others:
         error = UsageError(_UNKNOWN.format(operation.name))

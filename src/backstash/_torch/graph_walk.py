@@ -50,7 +50,7 @@ def roots_of(outputs: Outputs) -> list[stock.Node]:
     """Return the nodes of ``outputs``, each once."""
     single = isinstance(outputs, (Tensor, stock.GradientEdge)) or _is_node(outputs)
     found: dict[stock.Node, None] = {}
-    # What is neither an output nor iterable gets the error of an output.
+    # What is no output and not iterable gets the error of an output.
     several: Any = outputs if not single and isinstance(outputs, Iterable) else (outputs,)
     for output in several:
         node = _root_of(output)

@@ -103,6 +103,9 @@ _MAKES_BITS = ("linalg_", "_linalg_", "_fft_", "cholesky", "triangular_solve")
 _AUTOCASTS_INSIDE = frozenset(("_trilinear", "linalg_lstsq", "linalg_pinv"))
 """Of 3,300 samples of PyTorch's operators these were computed otherwise by a mode under autocast."""
 
+_COPIES = frozenset(("resolve_conj", "resolve_neg"))
+"""Composites that only copy. A kernel in the middle of which a tape begins calls them."""
+
 _LINEAR = ("linalg_vector_norm", "linalg_cross", "linalg_vecdot", "linalg_diagonal")
 
 
@@ -143,7 +146,6 @@ class Operation:
         "func",
         "has_other_tangents",
         "is_allocation",
-        "is_composite",
         "is_product",
         "is_random",
         "is_seen_by_bits",
@@ -192,17 +194,17 @@ class Operation:
         self.is_random = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
         is_pytorch_s = getattr(func, "namespace", "") == "aten"
         isoperations = is_pytorch_s or func in _pure
-        self.is_composite = schema is not None and isoperations and _is_composite(func)
-        """Whether PyTorch decomposes it, but in inference mode and where a kernel calls it."""
-        self.makes_bits = not is_pytorch_s or self.is_composite or base.startswith(_MAKES_BITS)
+        is_composite = schema is not None and isoperations and _is_composite(func)
+        self.makes_bits = not is_pytorch_s or is_composite or base.startswith(_MAKES_BITS)
         """Whether its kernel needs :func:`~.dispatch.with_lazy_bits` even for real numbers."""
-        self.may_autocast = not is_pytorch_s or self.is_composite or base in _AUTOCASTS_INSIDE
+        calls_others = is_composite and base not in _COPIES
+        self.may_autocast = not is_pytorch_s or calls_others or base in _AUTOCASTS_INSIDE
         """Whether its kernel may call operations that autocast handles."""
         if schema is None or not isoperations:
             self.reason = _FOREIGN.format(self.name)
         elif self.is_random:
             self.reason = f"{self.name} {RANDOM}"
-        elif self.is_composite:
+        elif is_composite:
             # Inference mode does not decompose it, so the writes inside it are not seen.
             self.reason = f"{self.name} is composite and was not decomposed, as in inference mode"
         elif base in _NOT_REPEATED:
@@ -225,7 +227,7 @@ class Operation:
             raises = torch._C.DispatchKey.ADInplaceOrView
             may_write_more = bool(self.writes) and not is_pytorch_s
             self.writes_inside = may_write_more or not func.has_kernel_for_dispatch_key(raises)
-        if not (is_pytorch_s or self.is_composite) and has_kernels(func.name()):
+        if not (is_pytorch_s or is_composite) and has_kernels(func.name()):
             self.lacks_formula = not any(map(func.has_kernel_for_dispatch_key, _autograd_keys()))
         self.out = tuple(place for place, each in places if each.is_out)
         self.dropout = tuple(place for place, each in places if each.name in _DROPOUTS)

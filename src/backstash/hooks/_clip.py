@@ -119,10 +119,8 @@ def _by_norm(norm: float) -> tuple[Clip, str]:
     def clip(gradient: torch.Tensor) -> torch.Tensor:
         # The factor stays on the device: a float would wait for it. NaN stays NaN, to be seen.
         factor = (norm / norm_of(gradient)).clamp(max=1.0)
-        if gradient.dtype in (
-            torch.float16,
-            torch.bfloat16,
-        ):  # which may hold neither norm nor factor
+        if gradient.dtype in (torch.float16, torch.bfloat16):
+            # These may not be able to hold the norm or the factor.
             return (gradient.float() * factor.float()).to(gradient.dtype)
         return gradient * factor.to(gradient.dtype)
 
