@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, MutableMapping
+from collections.abc import MutableMapping
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._saved.entry import Entry, WrapperEntry
 from .._torch.schemas import ALLOCATES, Operation
-from .operations import Op, Outside, Place, State, WriteOp, is_small, leaf_of
+from .operations import Op, Outside, Place, State, is_small, leaf_of
 from .tape import Tape
 
 __all__ = ["ContextTape"]
@@ -60,13 +60,9 @@ class ContextTape(Tape):  # type: ignore[no-untyped-call]
             state.depth = _depth(op)
         return state
 
-    def _begin_writes(self, writes: Iterable[WriteOp]) -> None:
-        for write in writes:
-            write.memory.writes += 1
-            write.memory.state.is_over = True
-            known = write.memory.state.outside
-            for each in list(known.values()) if known is not None else ():
-                each.is_lost = each.copy is None
+    def _lose(self, state: State) -> None:
+        for each in list(state.outside.values()) if state.outside is not None else ():
+            each.is_lost = each.copy is None
 
     def _forget(self, operation: Operation, args: Any, kwargs: Any) -> None:
         if operation.writes:

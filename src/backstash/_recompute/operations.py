@@ -17,6 +17,7 @@ from torch import Tensor
 from .._device.fingerprint import fingerprint
 from .._saved.view import extent_bytes, reason_to_stay, snapshot
 from .._torch.schemas import tensors_of
+from .._torch.tensors import alive
 from ..errors import InplaceError
 from .settings import Settings
 
@@ -40,6 +41,7 @@ __all__ = [
     "leaf_of",
     "operands_of",
     "place_of",
+    "root_of",
     "unpacked",
 ]
 
@@ -74,6 +76,19 @@ def place_of(tensor: Tensor) -> Place:
         tensor.is_conj(),
         tensor.is_neg(),
     )
+
+
+def root_of(tensor: Tensor) -> weakref.ref[Tensor]:
+    """Return a reference to the tensor that ``tensor`` is a view of, or to itself.
+
+    All views of a tensor share its version counter, and references to one tensor are one object."""
+    base = tensor._base
+    return weakref.ref(tensor if base is None else base)
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return the version of ``tensor``; 0 for one made in inference mode, which has none."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 class State:
@@ -129,13 +144,52 @@ class Memory(weakref.ref[torch.UntypedStorage]):
     storage's description alive, which glibc has placed among large pieces of memory.
     """
 
-    __slots__ = ("state", "version", "writes")
+    __slots__ = ("is_made", "is_written", "root", "state", "version")
 
     state: State
+    root: weakref.ref[Tensor]
+    """A tensor with this memory, not a view, whose version counter :attr:`version` is of."""
     version: int
-    """Version of the tensor that the tape saw first."""
-    writes: int
-    """Number of writes that the tape has seen since."""
+    """The root's version if nothing has written to the memory but the operations that the tape has seen."""
+    is_written: bool
+    """Whether one of these may have written through the root without raising its version yet."""
+    is_made: bool
+    """Whether the root is an operation's result. Else it may itself be an alias of another tensor."""
+
+    def shows(self, tensor: Tensor) -> bool:
+        """Return whether ``tensor``, which has this memory, shows :attr:`state`.
+
+        An alias with a version counter of its own, such as ``.data``, does not count what was written through
+        the root. So an alias that is no view of the root shows the state only if the root does.
+        """
+        if root_of(tensor) is self.root:
+            return self._is_at(version_of(tensor))
+        root = alive(self.root)
+        if root is None or not self.is_made or not self._is_at(version_of(root)):
+            return False
+        return version_of(tensor) <= self.version
+
+    def _is_at(self, version: int) -> bool:
+        if self.is_written and version == self.version + 1:
+            self.version, self.is_written = version, False
+        return version == self.version
+
+    def begin(self, tensor: Tensor, state: State, *, is_made: bool = False) -> None:
+        """Have this state, as ``tensor`` shows it. ``is_made``: ``tensor`` is an operation's result."""
+        self.root, self.version = root_of(tensor), version_of(tensor)
+        self.state, self.is_written, self.is_made = state, False, is_made
+
+    def begin_write(self, tensor: Tensor) -> None:
+        """Record that an operation is about to write through ``tensor``, whose version rises after that."""
+        if root_of(tensor) is self.root:
+            self.is_written = True
+
+    def end_write(self) -> None:
+        """Record that the next operation begins: the version has risen by now, if it does."""
+        root = alive(self.root)
+        if root is not None:
+            self._is_at(version_of(root))
+        self.is_written = False
 
 
 class Outside:
@@ -273,6 +327,8 @@ class RawStep(NamedTuple):
     """Its writes."""
     is_plain: bool
     """Whether no operand is complex, and no kernel conjugates."""
+    has_new_root: bool
+    """Whether a result shares the memory of an argument, but not its version counter."""
     ended: int
     """How many states there were after it."""
 

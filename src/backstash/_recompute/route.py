@@ -15,6 +15,7 @@ the saves are counted and not the operations.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
@@ -42,6 +43,7 @@ from .operations import (
     WriteOp,
     flat,
     place_of,
+    root_of,
 )
 from .settings import ON_CPU, now
 from .tape import LOOKED_EVERY, PLAIN, UNSEEN, Tape
@@ -77,6 +79,7 @@ class RouteOp:
         "args",
         "device_index",
         "func",
+        "has_new_root",
         "index",
         "is_grad_enabled",
         "is_needed",
@@ -101,6 +104,8 @@ class RouteOp:
             self.kwargs = {name: known(each) for name, each in op.kwargs.items()}
         self.is_plain = raw.is_plain
         """Whether no kernel of it computes lazy conjugates, if no operand is complex."""
+        self.has_new_root = raw.has_new_root
+        """See :attr:`RawStep.has_new_root`."""
         self.settings = op.settings
         self.is_grad_enabled = op.is_grad_enabled
         self.states = tuple(raw.states) if is_needed else _without_makers(raw.states)
@@ -283,6 +288,8 @@ class ForwardTape(Tape):  # type: ignore[no-untyped-call]
             if (why and step.is_needed) or not _are_as(writes, step.written):
                 return self._differ()
             self._begin_writes(writes)
+        elif self._written:
+            self._begin_writes(())
         try:
             if step.is_plain and step.is_needed:
                 result = func(*args, **kwargs)
@@ -305,7 +312,7 @@ class ForwardTape(Tape):  # type: ignore[no-untyped-call]
             elif not step.is_needed and state.maker is not None:
                 state = State(each.tensor.device, UNSEEN)
             each.memory.state = state
-        if step.states:
+        if step.states or step.has_new_root:
             self._take_results(step, (result,) if type(result) is Tensor else flat(result))
         if (recorded := self.recorded) is not None:
             self.recorded = None
@@ -367,10 +374,18 @@ class ForwardTape(Tape):  # type: ignore[no-untyped-call]
                     return False
                 storage = value.untyped_storage()
                 memory = memories.get(storage_identity(storage))
+                base = value._base
                 if (
                     memory is None
                     or memory() is None
-                    or value._version > memory.version + memory.writes
+                    or (
+                        # The usual case of Memory.shows(), without its calls.
+                        (
+                            value._version != memory.version
+                            or weakref.ref(value if base is None else base) is not memory.root
+                        )
+                        and not memory.shows(value)
+                    )
                 ):
                     if not self._is_first(value, storage, known):
                         return False
@@ -406,12 +421,12 @@ class ForwardTape(Tape):  # type: ignore[no-untyped-call]
             return False
         if tensor.device != known.state.device:
             return False
-        identity, version = storage_identity(storage), tensor._version
+        identity = storage_identity(storage)
         memory = self._memories.get(identity)
         if memory is None or memory() is None:
-            self._know(storage, identity, known.state, version)
+            self._know(storage, identity, known.state, tensor)
         else:
-            memory.state, memory.version = known.state, version - memory.writes
+            memory.begin(tensor, known.state)
         return True
 
     def _take_results(self, step: RouteOp, results: Sequence[Tensor]) -> None:
@@ -426,14 +441,19 @@ class ForwardTape(Tape):  # type: ignore[no-untyped-call]
             identity = storage_identity(storage)
             memory = memories.get(identity)
             if memory is not None and memory() is not None:
-                continue  # memory of an argument or of an earlier result
+                # Memory of an argument or of an earlier result, as in _add_results().
+                if step.has_new_root and root_of(tensor) is not memory.root:
+                    memory.begin(tensor, memory.state, is_made=True)
+                continue
             if state is None:
                 continue
             if len(memories) >= self._sweep_at:
-                self._know(storage, identity, state, 0)
+                self._know(storage, identity, state, tensor, is_made=True)
                 continue
             memory = memories[identity] = Memory(storage)
-            memory.state, memory.version, memory.writes = state, 0, 0
+            memory.state, memory.is_made, memory.is_written = state, True, False
+            memory.root = weakref.ref(tensor)
+            memory.version = 0 if tensor.is_inference() else tensor._version
 
     # What a route is made of.
 
@@ -463,7 +483,7 @@ class ForwardTape(Tape):  # type: ignore[no-untyped-call]
             memory is not None
             and memory.state is discard.state
             and memory() is not None
-            and tensor._version <= memory.version + memory.writes
+            and memory.shows(tensor)
             and discard.place
             == (
                 tensor.dtype,

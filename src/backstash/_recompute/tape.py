@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, MutableMapping, Set
+from collections.abc import Callable, Collection, Iterable, MutableMapping, Sequence, Set
 from types import FrameType
 from typing import Any
 
@@ -75,6 +75,7 @@ from .operations import (
     flat,
     is_small,
     place_of,
+    root_of,
     unpacked,
 )
 from .settings import Settings, now
@@ -132,6 +133,10 @@ class Tape(SilentMode):
         self._needs: dict[Op, Needs] = {}  # by the operations whose operands are held
         self._latest: list[Op] = []  # what the latest call of want() added to these
         self._count = self._states = 0
+        self._written: Sequence[Memory] = ()  # by the latest operation
+        self._has_new_root = (
+            False  # whether a result of it shares memory, but not its version counter
+        )
         self._task = task_or_none()
         self._stream: Any = None
         self._bits = ModeBits()
@@ -351,7 +356,8 @@ class Tape(SilentMode):
                 or operation.writes_inside
                 or operation.may_autocast
             )
-            self.steps.append(RawStep(op, reason, states, written, is_plain, self._states))
+            step = RawStep(op, reason, states, written, is_plain, self._has_new_root, self._states)
+            self.steps.append(step)
         return result
 
     def _writes_of(
@@ -390,28 +396,35 @@ class Tape(SilentMode):
                 )
         return found, reason
 
-    def _begin_writes(self, writes: Iterable[WriteOp]) -> None:
-        """Before writes, copy what a replay needs of the memory."""
-        tensors, held = self.tensors, self._held
+    def _begin_writes(self, writes: Sequence[WriteOp]) -> None:
+        """Record that an operation begins, and before it writes, copy what a replay needs of the memory."""
+        for memory in self._written:
+            memory.end_write()
+        self._written = [each.memory for each in writes]
         for write in writes:
-            write.memory.writes += 1
+            if not write.is_statistic:
+                write.memory.begin_write(write.tensor)
             write.memory.state.is_over = True
-            known = write.memory.state.outside
-            for each in list(known.values()) if known is not None else ():
-                if (tensor := tensors.pop(each, None)) is not None and each in held:
-                    held[each][0] = copied(tensor)
+            self._lose(write.memory.state)
+
+    def _lose(self, state: State) -> None:
+        """Copy what a replay needs of a memory in this state, since it is about to be overwritten."""
+        tensors, held = self.tensors, self._held
+        for each in list(state.outside.values()) if state.outside is not None else ():
+            if (tensor := tensors.pop(each, None)) is not None and each in held:
+                held[each][0] = copied(tensor)
 
     def _fail_writes(self, writes: Iterable[WriteOp]) -> None:
         """After an error in writes, forget what was known of the memory: some of it may have been written."""
         for write in writes:
-            write.memory.writes -= 1
-            write.memory.state = State(write.tensor.device, UNSEEN)
+            write.memory.begin(write.tensor, State(write.tensor.device, UNSEEN))
 
     def _add_results(
         self, operation: Operation, op: Op, result: Any, reason: str, key: int
     ) -> list[State | None]:
         """Record the memory of the results. Return the state of each that has a memory of its own."""
         states: list[State | None] = []
+        self._has_new_root = False
         for at, tensor in enumerate((result,) if type(result) is Tensor else flat(result)):
             states.append(None)
             try:
@@ -421,10 +434,14 @@ class Tape(SilentMode):
             identity = storage_identity(storage)
             memory = self._memories.get(identity)
             if memory is not None and memory() is not None:
-                continue  # memory of an argument or of an earlier result
+                # Memory of an argument or of an earlier result, perhaps with another version counter.
+                if root_of(tensor) is not memory.root:
+                    memory.begin(tensor, memory.state, is_made=True)
+                    self._has_new_root = True
+                continue
             why = reason or (ALLOCATES if operation.is_allocation else "")
             state = states[at] = self._made(op, tensor.device, why, hash((key, at)), result=at)
-            self._know(storage, identity, state, 0)
+            self._know(storage, identity, state, tensor, is_made=True)
         return states
 
     def _made(
@@ -499,16 +516,21 @@ class Tape(SilentMode):
             return None
         identity = storage_identity(storage)
         memory = self._memories.get(identity)
-        version = 0 if tensor.is_inference() else tensor._version
         if memory is None or memory() is None:
-            memory = self._know(storage, identity, State(tensor.device, UNSEEN), version)
-        elif version > memory.version + memory.writes:
-            # Something that the tape did not see wrote to it.
-            memory.state, memory.version = State(tensor.device, UNSEEN), version - memory.writes
+            memory = self._know(storage, identity, State(tensor.device, UNSEEN), tensor)
+        elif not memory.shows(tensor):
+            # Something that the tape did not see may have written to it.
+            memory.begin(tensor, State(tensor.device, UNSEEN))
         return memory
 
     def _know(
-        self, storage: torch.UntypedStorage, identity: int, state: State, version: int
+        self,
+        storage: torch.UntypedStorage,
+        identity: int,
+        state: State,
+        tensor: Tensor,
+        *,
+        is_made: bool = False,
     ) -> Memory:
         memories = self._memories
         if len(memories) >= self._sweep_at:  # the dead keep operations alive
@@ -516,7 +538,7 @@ class Tape(SilentMode):
                 del memories[dead]
             self._sweep_at = max(_LEAST_SWEPT, 2 * len(memories))
         memory = memories[identity] = Memory(storage)
-        memory.state, memory.version, memory.writes = state, version, 0
+        memory.begin(tensor, state, is_made=is_made)
         return memory
 
     def _operands(
@@ -628,8 +650,7 @@ class Tape(SilentMode):
             return None
         if memory is None or memory() is None:
             return None
-        version = 0 if tensor.is_inference() else tensor._version
-        return memory.state if version <= memory.version + memory.writes else None
+        return memory.state if memory.shows(tensor) else None
 
     def want(
         self,

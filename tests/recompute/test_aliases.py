@@ -1,0 +1,149 @@
+"""Memory that is written and read through aliases with version counters of their own, such as ``.data``."""
+
+import copy
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+
+import backstash._recompute.route as routes
+from backstash import Stash
+
+ROWS, WIDTH = 256, 64
+
+
+class Net(nn.Module):
+    """``forward`` writes to a gradient or reads it while an inner backward adds to it, which no mode sees."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.table = nn.Embedding(ROWS, WIDTH)
+        self.weight = nn.Parameter(torch.ones(ROWS, WIDTH))
+        self.way, self.adds = way, False
+
+    def add(self):
+        if self.adds:
+            self.table(torch.tensor([3])).sum().backward()
+
+    def forward(self, x):
+        gradient = torch.zeros_like(self.table.weight)
+        self.table.weight.grad = gradient
+        return torch.sin(self.way(self, gradient) * self.weight + x)
+
+
+def written_through_data(net, gradient):
+    gradient.data.add_(0.5)
+    net.add()
+    return gradient
+
+
+def written_through_a_view_of_data(net, gradient):
+    gradient.data[1:].add_(0.5)
+    net.add()
+    return gradient
+
+
+def read_through_data(net, gradient):
+    before = (gradient.data * 2).cos()
+    net.add()
+    return (gradient.data * 2).cos() + before
+
+
+def read_through_data_only(net, gradient):
+    net.table.weight.grad = None
+    net.table(torch.tensor([5])).sum().backward()
+    before = net.table.weight.grad.data * 2
+    net.add()
+    return net.table.weight.grad.data * 2 + before
+
+
+def written_twice(net, gradient):
+    gradient.add_(0.5).mul_(2)
+    net.add()
+    gradient.add_(1)
+    net.add()
+    return gradient
+
+
+def written_through_an_alias(net, gradient):
+    gradient.detach().add_(0.5)
+    net.add()
+    return gradient
+
+
+def written_without_a_version(net, gradient):
+    with torch.autograd._unsafe_preserve_version_counter(gradient):
+        gradient.add_(0.5)
+    kept = gradient * 1
+    net.add()
+    return gradient + kept
+
+
+WAYS = (
+    written_through_data,
+    written_through_a_view_of_data,
+    read_through_data,
+    read_through_data_only,
+    written_twice,
+    written_through_an_alias,
+    written_without_a_version,
+)
+
+
+def gradients(net, context):
+    found = []
+    for step in range(8):
+        net.adds = step >= 4  # from then on it does otherwise than the steps before
+        net.weight.grad = None
+        with context:
+            loss = net(torch.full((ROWS, WIDTH), float(step))).square().sum()
+        loss.backward()
+        found.append(net.weight.grad.clone())
+    return found
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_an_inner_backward_adds_is_not_missed(way):
+    torch.manual_seed(0)
+    net = Net(way)
+    plain = gradients(copy.deepcopy(net), nullcontext())
+    stash = Stash(min_bytes=0)
+    with stash.recompute(net):
+        found = gradients(net, stash)
+    assert stash.stats().recomputed_bytes
+    stash.close()
+    for step, (one, other) in enumerate(zip(plain, found, strict=True)):
+        assert torch.equal(one, other), step
+
+
+class InPlace(nn.Sequential):
+    """A linear layer of three dimensions returns an alias of a product, and not a view of it."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x):
+        return super().forward(x).sigmoid_() * x
+
+
+def test_a_product_that_is_changed_in_place_is_recomputed_on_a_route(monkeypatch):
+    left = []
+    differ = routes.ForwardTape._differ
+
+    def differing(tape):
+        left.append(tape.route is not None)
+        return differ(tape)
+
+    monkeypatch.setattr(routes.ForwardTape, "_differ", differing)
+    net, stash = InPlace(), Stash(min_bytes=0)
+    x = torch.randn(4, ROWS, WIDTH)
+    discarded = []
+    with stash.recompute(net):
+        for _ in range(6):
+            before = stash.stats().recomputed_bytes
+            net(x).sum().backward()
+            discarded.append(stash.stats().recomputed_bytes - before)
+    stash.close()
+    assert discarded == [3 * x.nbytes] * 6
+    assert not any(left)
