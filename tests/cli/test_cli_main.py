@@ -78,8 +78,8 @@ def test_a_misspelt_option_is_answered_with_the_one_that_was_meant(
 ) -> None:
     assert main(["run", "--bugdet", "6GiB", "train.py"]) == 2
     assert "unknown argument '--bugdet'; did you mean --budget? " in capsys.readouterr().err
-    assert main(["run", "-malloc", "tbb", "train.py"]) == 2  # no module `alloc`
-    assert "unknown argument '-malloc'; did you mean --malloc? " in capsys.readouterr().err
+    assert main(["run", "-mtrain"]) == 2
+    assert "unknown argument '-mtrain'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -87,14 +87,12 @@ def test_a_misspelt_option_is_answered_with_the_one_that_was_meant(
     [
         (
             "run train.py --lr 1 --budget 6GiB --x",
-            "--budget after train.py is given to the script; for backstash: "
-            "`backstash run --budget 6GiB train.py --lr 1 --x`",
+            "--budget after train.py goes to the script; options for backstash come before train.py",
         ),
-        ("run -m train --disk=.", "`backstash run --disk=. -m train`"),
+        ("run -m train --disk=.", "--disk after train goes to the script"),
         (
             "run --disk . train.py --budget 6GiB --x --malloc=none",
-            "--budget and --malloc after train.py are given to the script; for backstash: "
-            "`backstash run --disk . --budget 6GiB --malloc=none train.py --x`",
+            "--budget and --malloc after train.py goes to the script",
         ),
         ("run --quiet train.py --budget 6GiB", ""),
         ("run train.py --lr 1", ""),
@@ -112,7 +110,8 @@ def test_an_option_after_the_script_is_the_script_s_and_is_noted(
     given = []
     monkeypatch.setattr("backstash.cli.run.replace_process", lambda *args: given.append(args[1]))
     main(shlex.split(line))
-    assert given == [line.partition("train")[2].removeprefix(".py").split()]
+    ((_, *arguments),) = (script.words for script in given)
+    assert arguments == line.partition("train")[2].removeprefix(".py").split()
     error = capsys.readouterr().err
     assert noted in error and bool(error) == bool(noted)
 

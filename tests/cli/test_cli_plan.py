@@ -91,8 +91,6 @@ def test_a_script_is_planned_for_and_ended(
         (["--trace", "plan.json", "--fake"], "allowed with it: --budget and --json"),
         (["--trace", "plan.json", "--disk", "."], "allowed with it: --budget and --json"),
         (["--trace", "plan.json", "--json", "plan.json"], "give another FILE"),
-        (["--trace", "plan.json", "-m"], "no script given"),
-        (["--trace", "plan.json", "--"], "no script given"),
     ],
 )
 def test_a_step_that_cannot_be_read_is_one_line(

@@ -116,7 +116,6 @@ def test_module_sees_what_plain_python_shows(tmp_path: Path) -> None:
     part = same_as_plain(["-m", "package.part", "x", "--quiet"], tmp_path).stdout
     assert " package.part package [" in part and "'x', '--quiet']" in part
     assert " package.__main__ package [" in same_as_plain(["-m", "package"], tmp_path).stdout
-    assert " package.__main__ package [" in same_as_plain(["-mpackage", "x"], tmp_path).stdout
     assert same_as_plain(["package"], tmp_path).stdout.startswith("__main__ ")
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import shlex
 from typing import Any
 
 from ..fake import FakeRun
 from ..plan import Plan
 from ..report import StepMarks
 from ..units import format_bytes
+from ._launch import command_of
 from ._machine import machine, versions
 from ._plan_table import budgets_of
 from ._resident import resident_bytes
@@ -29,7 +29,7 @@ class FakeSession:
 
     def __init__(self, plan: dict[str, Any]) -> None:
         self._plan = plan
-        self._command = " ".join([plan["command"], shlex.join(plan["arguments"])]).rstrip()
+        self._command = command_of(plan)
         self._start_bytes = resident_bytes()
         self._run = FakeRun()
         self._run.__enter__()
@@ -58,7 +58,7 @@ class FakeSession:
         values = self._run.trace
         known = Plan.from_trace(values, 1)
         plans = [
-            Plan.from_trace(values, each) for each in self._plan["budgets"] or budgets_of(known)
+            Plan.from_trace(values, each) for each in self._plan["budget"] or budgets_of(known)
         ]
         print(self._table(plans))
         if self._plan["json"] is not None:

@@ -117,7 +117,7 @@ class _Run:
             with _variables(self._plan["read_later"]):
                 self._session = session(self._plan)
         except errors.StashError as error:
-            self.refuse(f"backstash {self._plan['name']}: {error}")
+            self.refuse(f"{' '.join(self._plan['command'].split()[:2])}: {error}")
 
     def refuse(self, text: str) -> NoReturn:
         """Exit with status 2 after ``text`` and without a summary: the script itself did not end."""
@@ -142,7 +142,7 @@ class _Run:
                 self._session.end(self._outcome)
             except Exception as problem:  # the summary must not change how the script ends
                 self._say(f"backstash: no summary: {problem!r}")
-        elif not self._plan["quiet"]:
+        elif not self._plan.get("quiet"):
             self._say("backstash: the script did not import torch, nothing was held")
 
     def _part(self, name: str) -> Any:

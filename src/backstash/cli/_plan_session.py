@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import warnings
 from typing import Any
 
@@ -10,6 +9,7 @@ from .. import Stash
 from ..errors import StashError, StashWarning
 from ..plan import Plan
 from ..report import StepMarks
+from ._launch import command_of
 from ._plan_table import budgets_of, figures_of, table, write
 from ._recompute import RecomputedModules, recompute_of
 from ._say import say
@@ -26,7 +26,7 @@ class PlanSession:
 
     def __init__(self, plan: dict[str, Any]) -> None:
         self._plan = plan
-        self._command = " ".join([plan["command"], shlex.join(plan["arguments"])]).rstrip()
+        self._command = command_of(plan)
         # No step fits in one byte, so all steps are measured, moving everything that can move or half of it.
         warnings.filterwarnings("ignore", "budget=1 B cannot be kept", StashWarning)
         again = recompute_of(plan["recompute"])
@@ -69,7 +69,7 @@ class PlanSession:
                 "measured"
             )
             return
-        plans = [measured.at(budget) for budget in self._plan["budgets"] or budgets_of(measured)]
+        plans = [measured.at(budget) for budget in self._plan["budget"] or budgets_of(measured)]
         print(table(self._command, plans, measured))
         if self._plan["json"] is not None:
             write("--json", self._plan["json"], figures_of(self._command, plans))

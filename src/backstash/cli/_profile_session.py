@@ -16,6 +16,7 @@ from ..errors import StashError
 from ..report import SavedReport, StepMarks, saved_report
 from ..scratch import IN_MEMORY, file_system
 from ._disk_speed import DiskSpeed, measure
+from ._launch import command_of, script_of
 from ._machine import machine, versions
 from ._profile_text import Cost, show
 from ._progress import ProgressLine
@@ -45,7 +46,7 @@ class ProfileSession:
 
     def __init__(self, plan: dict[str, Any]) -> None:
         self._plan = plan
-        self._command = " ".join([plan["command"], shlex.join(plan["arguments"])]).rstrip()
+        self._command = command_of(plan)
         self._steps: list[_ProfiledStep] = []
         self._notes: list[str] = []
         self._had_enough = False
@@ -84,8 +85,8 @@ class ProfileSession:
             return
         speed = self._measure()
         costs = costs_of(report, self._plan["disk"], speed)
-        script = [*["-m"] * self._plan["is_module"], self._plan["target"], *self._plan["arguments"]]
-        show(report, title, costs, self._plan["disk"], speed, self._notes, shlex.join(script))
+        script = shlex.join(script_of(self._plan))
+        show(report, title, costs, self._plan["disk"], speed, self._notes, script)
         if self._plan["html"] is not None:
             self._write("--html", lambda path: report.to_html(path, title=self._command))
         if self._plan["json"] is not None:

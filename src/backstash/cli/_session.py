@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import signal
 import statistics
 import threading
@@ -22,6 +21,7 @@ from ..units import in_bytes
 from ._allocator import is_loaded
 from ._arguments import without_accelerator
 from ._ending import undisturbed, write, write_results
+from ._launch import command_of, script_of
 from ._live import Live
 from ._machine import machine, versions
 from ._recompute import RecomputedModules, recompute_of
@@ -110,7 +110,6 @@ class RunSession:
         # One line for all processes that share the terminal.
         quiet = plan["quiet"] or self._job.local_rank > 0 or not Live.suits()
         self._live = None if quiet else Live(self._stash, self._marks.moments)
-        self._arguments = list(plan["arguments"])
         self._ended = False
         self._ending = threading.Lock()
         self._before_termination = BeforeTermination(self._terminated)
@@ -177,7 +176,7 @@ class RunSession:
     def _figures(self, outcome: str, seconds: float) -> dict[str, Any]:
         """Return the values of this process's JSON."""
         return {
-            "command": " ".join([self._plan["command"], shlex.join(self._arguments)]).rstrip(),
+            "command": command_of(self._plan),
             "outcome": outcome,
             "seconds": seconds,
             "ended_unix_seconds": time.time(),
@@ -192,7 +191,7 @@ class RunSession:
             "versions": self._versions,
             "machine": machine().as_dict(),
             "settings": {name: self._plan[name] for name in _SETTINGS},
-            "script": [*["-m"] * self._plan["is_module"], self._plan["target"], *self._arguments],
+            "script": script_of(self._plan),
         }
 
     def _page(self, figures: dict[str, Any], line: Timeline) -> dict[str, Any]:

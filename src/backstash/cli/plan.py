@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 from collections.abc import Sequence
 
 from ..scratch import scratch
 from ._arguments import Parser, directory, memory, new_file, recompute_option
-from ._launch import check, replace_process, split
+from ._launch import check, read, replace_process
 from ._say import say
 
 __all__ = ["main"]
@@ -53,11 +52,10 @@ def main(arguments: Sequence[str]) -> int:
         2 after one line on stderr if the arguments cannot be used. Otherwise it does not return.
     """
     parser = _parser()
-    own, is_module, rest = split(parser, list(arguments))
-    options = parser.read(own)
-    if not (rest or is_module) and arguments[-1:] != ["--"] and options.trace is not None:
+    options, script = read(parser, arguments)
+    if not script.words and options.trace is not None:
         return _plan_elsewhere(parser, options)
-    check(parser, is_module, rest)
+    check(parser, script)
     if options.recompute and options.fake:
         parser.error(
             "--recompute with --fake: whether modules are recomputed is planned from real steps alone"
@@ -68,22 +66,8 @@ def main(arguments: Sequence[str]) -> int:
             parser.error("no directory on a disk was found to move to; give --disk DIR")
         options.disk, why = found
         say(f"backstash plan: what moves goes to {options.disk} ({why}); --disk DIR names another")
-    plan = {
-        "name": "plan",
-        "session": "_fake_session.FakeSession" if options.fake else "_plan_session.PlanSession",
-        "target": rest[0],
-        "is_module": is_module,
-        "disk": options.disk,
-        "budgets": options.budget,
-        "recompute": options.recompute,
-        "json": options.json,
-        "trace": options.trace,
-        "quiet": False,
-        "restore": {},
-        "read_later": {},
-        "command": shlex.join(["backstash", "plan", *arguments[: len(arguments) - len(rest) + 1]]),
-    }
-    replace_process(plan, rest[1:], {})
+    session = "_fake_session.FakeSession" if options.fake else "_plan_session.PlanSession"
+    replace_process(vars(options), script, session)
 
 
 def _plan_elsewhere(parser: Parser, options: argparse.Namespace) -> int:

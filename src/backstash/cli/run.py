@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -15,7 +14,7 @@ from ..errors import SizeError
 from ..launcher import Job
 from ..scratch import scratch
 from ..units import with_unit
-from ._allocator import CHOICES, Allocator, choose, find
+from ._allocator import CHOICES, choose, find
 from ._arguments import (
     Parser,
     by_rank,
@@ -27,15 +26,12 @@ from ._arguments import (
     size,
     without_accelerator,
 )
-from ._launch import check, replace_process, split
+from ._launch import Script, check, read, replace_process
 from ._machine import is_torch_of_cpu_alone
 from ._say import say
 
 __all__ = ["main"]
 
-# torch reads it at its first allocation. The script and the processes that it starts always see the value from
-# before.
-_READ_LATER = ("THP_MEM_ALLOC_ENABLE",)
 _NOT_GIVEN = object()
 # Options that hardly any script has, and that users often write after it.
 _OFTEN_MISPLACED = (
@@ -102,41 +98,28 @@ def main(arguments: Sequence[str]) -> int:
         2 after one line on stderr if the arguments cannot be used. Otherwise it does not return.
     """
     parser = _parser()
-    own, is_module, rest = split(parser, list(arguments))
-    options = parser.read(own)
-    check(parser, is_module, rest)
+    options, script = read(parser, arguments)
+    check(parser, script)
     _check(parser, options)
     if not options.quiet:
-        _note_misplaced(own, is_module, rest)
+        _note_misplaced(script)
     try:
         allocator = choose(options.malloc, os.environ, find())
     except LookupError as error:
         parser.error(str(error.args[0]))
-    own = list(arguments[: len(arguments) - len(rest) + 1])  # as far as SCRIPT
-    plan = _plan(options, own, is_module, rest[0], allocator)
-    replace_process(plan, rest[1:], allocator.environment)
+    plan = vars(options) | {"job": asdict(Job.now()), "allocator": allocator.as_dict()}
+    replace_process(plan, script, "_session.RunSession", allocator.environment)
 
 
-def _note_misplaced(own: list[str], is_module: bool, rest: list[str]) -> None:
-    """Warn about options of ours that came after SCRIPT, and print the intended command."""
-    moved, script, at = [], rest[:1], 1
-    while at < len(rest):
-        end = at + 1
-        if rest[at].partition("=")[0] in _OFTEN_MISPLACED:
-            end += "=" not in rest[at]
-            moved.append(rest[at:end])
-        else:
-            script.append(rest[at])
-        at = end
-    if not moved:
-        return
-    options = [word for option in moved for word in option]
-    right = shlex.join(["backstash", "run", *own, *options, *["-m"] * is_module, *script])
-    names = " and ".join(option[0].partition("=")[0] for option in moved)
-    verb = "is" if len(moved) == 1 else "are"
-    say(
-        f"backstash: note: {names} after {rest[0]} {verb} given to the script; for backstash: `{right}`"
-    )
+def _note_misplaced(script: Script) -> None:
+    """Warn about options of ours that came after SCRIPT."""
+    target, *rest = script.words
+    names = [word.partition("=")[0] for word in rest]
+    if found := " and ".join(name for name in names if name in _OFTEN_MISPLACED):
+        say(
+            f"backstash: note: {found} after {target} goes to the script; options for backstash come before "
+            f"{target}"
+        )
 
 
 def _parser() -> Parser:
@@ -327,39 +310,3 @@ def _check_planned(parser: Parser, options: argparse.Namespace) -> None:
             )
         options.disk, why = found
         options.scratch = f"what moves goes to {options.disk} ({why}); --disk DIR names another"
-
-
-def _plan(
-    options: argparse.Namespace,
-    own: list[str],
-    is_module: bool,
-    target: str,
-    allocator: Allocator,
-) -> dict[str, Any]:
-    before = {name: os.environ.get(name) for name in allocator.environment}
-    sizes = ("keep", "host", "max_bytes", "min_bytes", "inflight", "prefetch")
-    return {name: getattr(options, name) for name in ("disk", *sizes)} | {
-        "name": "run",
-        "job": asdict(Job.now()),
-        "session": "_session.RunSession",
-        "target": target,
-        "is_module": is_module,
-        "json": options.json,
-        "budget": options.budget,
-        "plan": options.plan,
-        "save_plan": options.save_plan,
-        "recompute": options.recompute,
-        "leaves_small": options.leaves_small,
-        "scratch": options.scratch,
-        "report": options.report,
-        "compare": options.compare,
-        "quiet": options.quiet,
-        "verbose": options.verbose,
-        "strict": options.strict,
-        "allocator": allocator.as_dict(),
-        "restore": before,
-        "read_later": {
-            name: value for name, value in allocator.environment.items() if name in _READ_LATER
-        },
-        "command": shlex.join(["backstash", "run", *own]),
-    }
