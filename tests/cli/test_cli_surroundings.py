@@ -536,38 +536,23 @@ time.sleep(60)
     ("arguments", "words"),
     [
         (["."], "'.' is a directory without a __main__.py; allowed: a Python file, or -m MODULE"),
-        (
-            ["python", "-u", "x.py"],
-            "leave out 'python': the script runs in the Python that runs backstash",
-        ),
-        (["python", "x.py"], "backstash run [OPTION ...] x.py"),
-        ([sys.executable, "x.py"], "leave out '"),
-        (["torchrun", "x.py"], "torchrun ... -m backstash run ... SCRIPT"),
-        (["-m", "torch.distributed.run", "x.py"], "torchrun ... -m backstash run ... SCRIPT"),
-        (["accelerate", "launch", "x.py"], "accelerate launch ... -m backstash run ... SCRIPT"),
-        (["/x/bin/accelerate", "launch", "x.py"], "goes in front of backstash"),
-        (["deepspeed", "x.py"], "deepspeed ... --module backstash run ... SCRIPT"),
-        (["srun", "x.py"], "srun ... backstash run ... SCRIPT"),
-        (["uv", "run", "x.py"], "uv run backstash run ... SCRIPT"),
-        (["/bin/true"], "'/bin/true' is a program, not a script"),
+        (["python", "x.py"], "no script 'python'; allowed: a Python file, or -m MODULE"),
+        (["torchrun", "x.py"], "(`torchrun ... -m backstash run ... SCRIPT`)"),
     ],
 )
-def test_what_is_no_script_is_refused_with_the_right_order(
+def test_what_is_no_script_is_refused(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     arguments: list[str],
     words: str,
 ) -> None:
-    write(tmp_path / "x.py", "print('ran')")
     monkeypatch.chdir(tmp_path)
     for command in (["run", "--disk", "."], ["profile"]):
         assert main([*command, *arguments]) == 2
         error = capsys.readouterr().err
-        assert (
-            error.count("\n") == 1
-            and words.replace("backstash run", f"backstash {command[0]}") in error
-        )
+        assert error.count("\n") == 1
+        assert words.replace("backstash run", f"backstash {command[0]}") in error
 
 
 @pytest.mark.parametrize("keep", ["1GiB", "auto", "0"])

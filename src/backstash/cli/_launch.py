@@ -15,10 +15,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from re import fullmatch
 from typing import Any, NoReturn
 
-from ._arguments import Parser, alike
+from ._arguments import Parser
 
 __all__ = [
     "Script",
@@ -35,18 +34,6 @@ _PLAN_VARIABLE = "BACKSTASH_RUN"
 # torch reads it at its first allocation. The script and the processes that it starts always see the value from
 # before.
 _READ_LATER = ("THP_MEM_ALLOC_ENABLE",)
-_PYTHON = r"python[\d.]*t?|pypy[\d.]*|ipython"
-# Programs that start a script themselves, and how to combine them with backstash; {} is `backstash run`.
-_IN_FRONT = {
-    r"torchrun|torch\.distributed\.(run|launch)": "torchrun ... -m {} ... SCRIPT",
-    r"accelerate|accelerate\.commands\.launch": "accelerate launch ... -m {} ... SCRIPT",
-    r"deepspeed|deepspeed\.launcher\.runner": "deepspeed ... --module {} ... SCRIPT",
-    r"srun": "srun ... {} ... SCRIPT",
-    r"mpirun|mpiexec": "mpirun ... {} ... SCRIPT",
-    r"uv": "uv run {} ... SCRIPT",
-    r"poetry": "poetry run {} ... SCRIPT",
-    r"conda|mamba": "conda run {} ... SCRIPT",
-}
 _LONG_WITH_VALUE = "--check-hash-based-pycs"
 
 
@@ -81,54 +68,19 @@ def read(parser: Parser, arguments: Sequence[str]) -> tuple[argparse.Namespace, 
 
 
 def check(parser: Parser, script: Script) -> None:
-    """Refuse a target that is not a script or module, and suggest what was perhaps meant."""
+    """Refuse a target that is not a script or module."""
     if not script.words:
         what = f"{parser.prog} {'-m package.train' if script.is_module else 'train.py'}"
         parser.error(f"no script given, as in `{what}`; allowed: {parser.usage}")
-    target, *rest = script.words
-    is_module = script.is_module
-    for pattern, right in _IN_FRONT.items():
-        if fullmatch(pattern, target if is_module else os.path.basename(target)):
-            words = " ".join(["-m"] * is_module + [target])
-            parser.error(f"{words!r} goes in front of backstash: {right.format(parser.prog)}")
-    if is_module:
+    target = script.words[0]
+    if script.is_module:
         return
-    if fullmatch(_PYTHON, os.path.basename(target)):
-        name = next((each for each in rest if not each.startswith("-")), "SCRIPT")
-        parser.error(
-            f"leave out {target!r}: the script runs in the Python that runs backstash; "
-            f"allowed: {parser.prog} [OPTION ...] {name}"
-        )
+    allowed = "allowed: a Python file, or -m MODULE"
     if not os.path.exists(target):
-        parser.error(
-            f"no script {target!r}; {_meant(parser, target)}allowed: a Python file, or -m MODULE"
-        )
+        launcher = f"a launcher goes in front (`torchrun ... -m {parser.prog} ... SCRIPT`)"
+        parser.error(f"no script {target!r}; {allowed}; {launcher}")
     if os.path.isdir(target) and not os.path.exists(os.path.join(target, "__main__.py")):
-        parser.error(
-            f"{target!r} is a directory without a __main__.py; allowed: a Python file, or -m MODULE"
-        )
-    if os.path.isfile(target) and _begins_like_a_program(target):
-        parser.error(f"{target!r} is a program, not a script; allowed: a Python file, or -m MODULE")
-
-
-def _meant(parser: Parser, target: str) -> str:
-    """Return a suggestion: the command with an existing script of nearly this name, with or without ``.py``."""
-    folder = os.path.dirname(target)
-    try:
-        there = [name for name in os.listdir(folder or ".") if name.endswith(".py")]
-    except OSError:
-        there = []
-    name = alike(os.path.basename(target), there)
-    script = shlex.quote(os.path.join(folder, name))
-    return f"did you mean `{parser.prog} {script}`? " if name else ""
-
-
-def _begins_like_a_program(path: str) -> bool:
-    try:
-        with open(path, "rb") as file:
-            return file.read(4) == b"\x7fELF"
-    except OSError:  # the interpreter will report it
-        return False
+        parser.error(f"{target!r} is a directory without a __main__.py; {allowed}")
 
 
 def replace_process(
