@@ -12,7 +12,7 @@ import torch
 from backstash.cli import main
 from backstash.cli._advice import advice
 from backstash.cli._plan_page import plan_section
-from backstash.cli._plan_table import budgets_of, table
+from backstash.cli._plan_table import budgets_of, notes_of, table
 from backstash.cli._verdict import verdict
 from backstash.cli.plan import _parser
 from backstash.errors import UsageError
@@ -116,7 +116,7 @@ def test_a_step_of_an_accelerator_is_planned_for_elsewhere(tmp_path: Path) -> No
     path.write_text(json.dumps({**run.trace, "runs_ahead": True}))
     plan = Plan.from_trace(path, "1GiB")
     assert plan.device == "accelerator"
-    assert "the tensors on accelerator" in table("", [plan], plan)
+    assert "the tensors on accelerator" in notes_of(plan, plan)[0]
 
 
 def test_a_script_that_ends_too_soon_to_be_measured_is_reported(tmp_path: Path) -> None:
@@ -169,13 +169,16 @@ def test_the_table_names_what_cannot_be_kept() -> None:
         plain=StepFigures(200 * MIB, 1.0),
         smallest_budget_bytes=90 * MIB,
     )
-    text = table("train.py", [small], small)
-    assert text.endswith("the smallest budget that can be kept: 90 MiB")
+    assert notes_of(small, small)[-1] == "the smallest budget that can be kept: 90 MiB"
+    head, row = table([small])
     line = "1.00 MiB   3.00 MiB        0 B        0 B  cannot be kept; 90 MiB can"
-    assert line in text
+    assert line in row
     mixed = replace(each, choices=(("disk", 1), ("recompute", 2), ("pack", 1)))
-    text = table("train.py", [replace(small, classes=(mixed,))], small)
-    assert " 0 B   1.00 MiB   2.00 MiB   1.00 MiB  cannot" in text
+    head, row = table([replace(small, classes=(mixed,))])
+    assert " 0 B   1.00 MiB   2.00 MiB   1.00 MiB  cannot" in row
+    assert head.split()[2:] == ["step", "bound", "stays", "moves", "recomputed", "packed"]
+    head, row = table([small], has_times=False)
+    assert "step" not in head and "1.000 s" not in row
     assert budgets_of(small) == [96 * MIB, 128 * MIB, 160 * MIB, 192 * MIB, 208 * MIB]
 
 

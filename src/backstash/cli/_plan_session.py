@@ -10,9 +10,9 @@ from ..errors import StashError, StashWarning
 from ..plan import Plan
 from ..report import StepMarks
 from ._launch import command_of
-from ._plan_table import budgets_of, figures_of, table, write
+from ._plan_table import budgets_of, notes_of, show
 from ._recompute import RecomputedModules, recompute_of
-from ._say import say
+from ._say import say, write
 
 __all__ = ["PlanSession"]
 
@@ -70,8 +70,6 @@ class PlanSession:
             )
             return
         plans = [measured.at(budget) for budget in self._plan["budget"] or budgets_of(measured)]
-        print(table(self._command, plans, measured))
-        if self._plan["json"] is not None:
-            write("--json", self._plan["json"], figures_of(self._command, plans))
+        show(self._plan, self._command, plans, notes_of(plans[0], measured))
         if self._plan["trace"] is not None and measured.trace is not None:
-            write("--trace", self._plan["trace"], measured.trace.as_dict())
+            write("backstash plan: --trace", self._plan["trace"], measured.trace.as_dict())

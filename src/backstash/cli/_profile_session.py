@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import threading
 import time
@@ -20,7 +19,7 @@ from ._launch import command_of, script_of
 from ._machine import machine, versions
 from ._profile_text import Cost, show
 from ._progress import ProgressLine
-from ._say import say
+from ._say import say, write
 
 __all__ = ["ProfileSession"]
 
@@ -88,10 +87,13 @@ class ProfileSession:
         script = shlex.join(script_of(self._plan))
         show(report, title, costs, self._plan["disk"], speed, self._notes, script)
         if self._plan["html"] is not None:
-            self._write("--html", lambda path: report.to_html(path, title=self._command))
+            try:
+                report.to_html(self._plan["html"], title=self._command)
+            except OSError as error:
+                say(f"backstash profile: --html: {error}")
         if self._plan["json"] is not None:
             figures = self._figures(outcome, report, costs, speed)
-            self._write("--json", lambda path: _dump(figures, path))
+            write("backstash profile: --json", self._plan["json"], figures)
 
     def _choose(self, outcome: str) -> tuple[SavedReport | None, str]:
         """Return the report to show, and its title; or ``None``, and why there is no report."""
@@ -161,12 +163,6 @@ class ProfileSession:
             "machine": machine().as_dict(),
         }
 
-    def _write(self, option: str, write: Any) -> None:
-        try:
-            write(self._plan[option.removeprefix("--")])
-        except OSError as error:
-            say(f"backstash profile: {option}: {error}")
-
 
 def costs_of(report: SavedReport, disk: str, speed: DiskSpeed | None) -> tuple[Cost, ...]:
     """Return the report's budgets, each with the seconds that the disk needs for its bytes at ``speed``."""
@@ -190,9 +186,3 @@ def costs_of(report: SavedReport, disk: str, speed: DiskSpeed | None) -> tuple[C
             )
         )
     return tuple(found)
-
-
-def _dump(figures: dict[str, Any], path: str) -> None:
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump(figures, file, indent=1, allow_nan=False)
-        file.write("\n")

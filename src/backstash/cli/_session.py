@@ -20,12 +20,13 @@ from ..report import StepMarks
 from ..units import in_bytes
 from ._allocator import is_loaded
 from ._arguments import without_accelerator
-from ._ending import undisturbed, write, write_results
+from ._ending import undisturbed, write_results
 from ._launch import command_of, script_of
 from ._live import Live
 from ._machine import machine, versions
 from ._recompute import RecomputedModules, recompute_of
 from ._resident import resident_bytes, resident_peak_bytes
+from ._say import write
 from ._selective import SelectiveCheckpoints
 from ._sigterm import BeforeTermination
 from ._summary import ResidentMemory
@@ -168,7 +169,7 @@ class RunSession:
             figures["plan"] = planned.as_dict()
             if self._plan["save_plan"] is not None:
                 path = self._job.file(self._plan["save_plan"])
-                write("save_plan", path, lambda: planned.text())
+                write("backstash run: --save-plan", path, planned.text())
         line = self._line
         page = None if line is None else lambda: self._page(figures, line)
         write_results(self._plan, self._job, figures, page)

@@ -84,7 +84,7 @@ def _plan_elsewhere(parser: Parser, options: argparse.Namespace) -> int:
             f"--json would be written over the step in {options.trace!r}; give another FILE"
         )
     try:
-        plan_for_trace(options.trace, options.budget, options.json)
+        plan_for_trace(vars(options))
     except UsageError as error:
         parser.error(str(error))
     return 0
