@@ -649,5 +649,6 @@ def test_the_page_has_the_plan_and_what_was_recomputed_and_packed(tmp_path: Path
     assert {"packed", "recomputed"} <= {tier["key"] for tier in report["curve"]["tiers"]}
     assert "Recomputed or unpacked in backward" in [fact["label"] for fact in report["facts"]]
     assert report["advice"][-1]["code"].startswith("Stash(plan=")
-    assert "backstash: recomputed " in done.stderr and "backstash: packed " in done.stderr
+    assert "backstash: recomputed_bytes " in done.stderr
+    assert "backstash: packed_bytes " in done.stderr
     assert "budget=1.00 MiB was exceeded" in done.stderr
