@@ -15,13 +15,13 @@ from typing import Any
 from backstash.cli._arguments import Parser, directory, words
 from backstash.cli._disk_speed import measure
 from backstash.cli._machine import machine, versions
-from backstash.cli._progress import ProgressLine
 from backstash.errors import SizeError
 from backstash.scratch import file_system
 from backstash.units import parse_bytes
 
 from ._gradients import gradients
 from ._limit import limit, limits
+from ._progress import progress
 from ._small import alive, overhead
 from ._step import step
 from ._table import table
@@ -81,8 +81,8 @@ def main(arguments: Sequence[str]) -> int:
     for what in options.what:
         if what not in _KINDS:
             parser.error(f"unknown benchmark {what!r}; allowed: {', '.join(_KINDS)}")
-    with ProgressLine(lines=True) as progress:
-        results = _measure(options, list(arguments), progress.say)
+    with progress() as say:
+        results = _measure(options, list(arguments), say)
     _save(options, results)
     return _print(results)
 
@@ -204,7 +204,7 @@ def _measure(
         if options.device is not None:
             from device.benchmark import device_benchmark  # which needs torch
 
-            disk = measure(where, _DISK_BYTES, say)
+            disk = measure(where, _DISK_BYTES)
             results["disk"] = disk.as_dict()
             sections = [
                 device_benchmark(
@@ -221,7 +221,7 @@ def _measure(
             ]
         else:
             sections = [_section(what, options, where, say) for what in options.what or _KINDS]
-            results["disk"] = measure(where, _DISK_BYTES, say).as_dict()
+            results["disk"] = measure(where, _DISK_BYTES).as_dict()
     return results | {"sections": sections}
 
 

@@ -1,6 +1,5 @@
 """The command line as a whole: help, version, and what happens to a word it does not know."""
 
-import io
 import os
 import shlex
 import subprocess
@@ -14,7 +13,6 @@ import torch
 import backstash
 from backstash.cli import _session, main
 from backstash.cli._advice import advice, next_step
-from backstash.cli._progress import ProgressLine
 from backstash.cli._summary import outcome, summary
 
 COMMANDS = ("run", "summary", "profile", "plan", "doctor", "bench")
@@ -189,23 +187,6 @@ def test_no_torch_is_imported_before_it_is_needed(
         command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
     )
     assert done.stdout.endswith(f"status {status}\n"), done.stderr
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_progress_is_one_line_on_a_terminal_and_nothing_elsewhere() -> None:
-    terminal, file, log = Terminal(), io.StringIO(), io.StringIO()
-    for stream, lines in ((terminal, False), (file, False), (log, True)):
-        with ProgressLine(stream, lines=lines) as progress:
-            progress.say("one")
-            progress.say("two")
-    assert "\n" not in terminal.getvalue()
-    assert terminal.getvalue().endswith("two\r\x1b[K")
-    assert file.getvalue() == ""
-    assert log.getvalue() == "one\ntwo\n"
 
 
 def test_outcome_names_how_a_script_ended() -> None:

@@ -18,7 +18,6 @@ from ._disk_speed import DiskSpeed, measure
 from ._launch import command_of, script_of
 from ._machine import machine, versions
 from ._profile_text import Cost, show
-from ._progress import ProgressLine
 from ._say import say, write
 
 __all__ = ["ProfileSession"]
@@ -126,15 +125,14 @@ class ProfileSession:
             self._notes.append(
                 f"{self._plan['disk']} is in memory: give --disk DIR with a directory on a disk"
             )
-        with ProgressLine() as progress:
-            try:
-                return measure(self._plan["disk"], _MEASURED_BYTES, progress.say)
-            except (
-                StashError,
-                RuntimeError,
-            ) as problem:  # RuntimeError: no thread can start while the interpreter ends
-                self._notes.append(f"the disk was not measured: {problem}")
-                return None
+        try:
+            return measure(self._plan["disk"], _MEASURED_BYTES)
+        except (
+            StashError,
+            RuntimeError,
+        ) as problem:  # RuntimeError: no thread can start while the interpreter ends
+            self._notes.append(f"the disk was not measured: {problem}")
+            return None
 
     def _figures(
         self,

@@ -17,7 +17,7 @@ from ._allocator import INSTALL_HINT, choose, find
 from ._arguments import Parser, directory, size
 from ._disk_speed import measure
 from ._machine import machine, versions
-from ._progress import ProgressLine
+from ._say import say
 
 __all__ = ["main", "remarks", "start"]
 
@@ -46,9 +46,10 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         StashIOError: the directory cannot hold the bytes to measure with.
     """
-    facts = _facts(_parser().read(arguments))
+    options = _parser().read(arguments)
+    facts = _facts(options)
     line, command = start(facts)
-    if facts.pop("as_json"):
+    if options.json:
         print(json.dumps(facts | {"advice": line.code, "remarks": remarks(facts)}, indent=2))
     else:
         print("\n".join([_text(facts), "", line.text, line.code, command.text, command.code]))
@@ -75,27 +76,23 @@ def _parser() -> Parser:
 def _facts(options: argparse.Namespace) -> dict[str, Any]:
     where = options.directory or tempfile.gettempdir()
     kind, free_bytes = file_system(where), _free_bytes(where)
-    with ProgressLine() as progress:
-        progress.say("looking at the machine")
-        group = memory_group()
-        facts: dict[str, Any] = {
-            "as_json": options.json,
-            "directory": where,
-            "file_system": kind,
-            "free_bytes": free_bytes,
-            "machine": machine().as_dict(),
-            "limit_bytes": group.limit_bytes if group else None,
-            "spare_bytes": group.spare_bytes if group else None,
-            "control_group_version": group.version if group else None,
-            "versions": versions(),
-            "accelerator": _accelerator(),
-        }
-        installed = find()
-        facts["allocator"] = choose("auto", os.environ, installed).as_dict()
-        facts["allocators"] = sorted(installed)
-        nbytes = min(options.bytes, free_bytes // 2)
-        facts["disk"] = measure(where, nbytes, progress.say).as_dict()
-    return facts
+    nbytes = min(options.bytes, free_bytes // 2)
+    say(f"backstash doctor: measuring the disk under {where} with up to {format_bytes(nbytes)}")
+    group, installed = memory_group(), find()
+    return {
+        "directory": where,
+        "file_system": kind,
+        "free_bytes": free_bytes,
+        "machine": machine().as_dict(),
+        "limit_bytes": group.limit_bytes if group else None,
+        "spare_bytes": group.spare_bytes if group else None,
+        "control_group_version": group.version if group else None,
+        "versions": versions(),
+        "accelerator": _accelerator(),
+        "allocator": choose("auto", os.environ, installed).as_dict(),
+        "allocators": sorted(installed),
+        "disk": measure(where, nbytes).as_dict(),
+    }
 
 
 def _free_bytes(path: str) -> int:
