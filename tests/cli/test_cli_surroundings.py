@@ -90,7 +90,6 @@ AFTER = {
     "descriptors": "the unnamed file, and a pipe for SIGTERM",
     "threads": "the worker threads of the disk",
     "hooks.1": "threads that start are held, too",
-    "main.__warningregistry__": "a count: a filter was set for what torch's import says without NumPy",
 }
 
 
