@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 import threading
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,12 +16,13 @@ from ..scratch import IN_MEMORY, file_system
 from ._disk_speed import DiskSpeed, measure
 from ._launch import command_of, script_of
 from ._machine import machine, versions
-from ._profile_text import Cost, show
+from ._profile_text import seconds_of, show
 from ._say import say, write
 
 __all__ = ["ProfileSession"]
 
 _MEASURED_BYTES = 256 << 20
+_SECONDS = ("write_seconds", "read_seconds")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,31 +82,25 @@ class ProfileSession:
             say(f"backstash profile: {title}")
             return
         speed = self._measure()
-        costs = costs_of(report, self._plan["disk"], speed)
+        budgets = report.budgets(self._plan["disk"])
         script = shlex.join(script_of(self._plan))
-        show(report, title, costs, self._plan["disk"], speed, self._notes, script)
+        show(report, title, budgets, self._plan["disk"], speed, self._notes, script)
         if self._plan["html"] is not None:
             try:
                 report.to_html(self._plan["html"], title=self._command)
             except OSError as error:
                 say(f"backstash profile: --html: {error}")
         if self._plan["json"] is not None:
-            figures = self._figures(outcome, report, costs, speed)
+            figures = self._figures(outcome, report, speed)
             write("backstash profile: --json", self._plan["json"], figures)
 
     def _choose(self, outcome: str) -> tuple[SavedReport | None, str]:
         """Return the report to show, and its title; or ``None``, and why there is no report."""
         ended = "" if self._had_enough else f"; the script ended first: {outcome}"
-        if ended and outcome == "finished":
-            ended = "; the script had no more"
         if self._steps:
             at = max(range(len(self._steps)), key=lambda i: (self._steps[i].report.peak_bytes, i))
             step = self._steps[at]
-            which = f"step {at + 1} of {len(self._steps)}"
-            if len({each.report.peak_bytes for each in self._steps}) > 1:
-                which += ", which held most"
-            elif len(self._steps) > 1:
-                which += ", which all held the same"
+            which = f"step {at + 1} of {len(self._steps)}, which held most"
             return step.report, f"{which}, {step.seconds:.2f} s with recording{ended}"
         if self._saved.total_bytes:
             self._notes.append(
@@ -138,7 +132,6 @@ class ProfileSession:
         self,
         outcome: str,
         report: SavedReport,
-        costs: Sequence[Cost],
         speed: DiskSpeed | None,
     ) -> dict[str, Any]:
         return {
@@ -153,34 +146,13 @@ class ProfileSession:
                 for step in self._steps
             ],
             "report": report.as_dict(),
-            "costs": [asdict(each) for each in costs],
+            "costs": [
+                asdict(each) | dict(zip(_SECONDS, seconds_of(each, speed), strict=True))
+                for each in report.budgets(self._plan["disk"])
+            ],
             "directory": self._plan["disk"],
             "disk": None if speed is None else speed.as_dict(),
             "notes": self._notes,
             "versions": versions() | {"torch": torch.__version__},
             "machine": machine().as_dict(),
         }
-
-
-def costs_of(report: SavedReport, disk: str, speed: DiskSpeed | None) -> tuple[Cost, ...]:
-    """Return the report's budgets, each with the seconds that the disk needs for its bytes at ``speed``."""
-    found = []
-    for budget in report.budgets(disk):
-        write = read = None
-        if (
-            speed is not None and "host=" not in budget.code
-        ):  # the transfer rate of a device was not measured
-            write = budget.moved_bytes / speed.write_bytes_per_second
-            read = budget.moved_bytes / speed.read_bytes_per_second
-        found.append(
-            Cost(
-                budget.name,
-                budget.keep_bytes,
-                budget.moved_bytes,
-                budget.memory_bytes,
-                write,
-                read,
-                budget.code,
-            )
-        )
-    return tuple(found)
