@@ -506,7 +506,7 @@ def test_script_without_torch_says_so(tmp_path: Path) -> None:
             "'missing' is not a directory; allowed: an existing, writable",
         ),
         (["--disk", "."], "no script given"),
-        (["--disk"], "--disk is followed by a value, DIR; for example `--disk"),
+        (["--disk"], "--disk: expected one argument; `backstash run --help` has examples"),
         (["--keep", "1GiB", "s.py"], "give --disk DIR"),
         (["--budget", "1GiB", "--keep", "1GiB", "s.py"], "--budget and --keep exclude one another"),
         (["--budget", "half", "s.py"], "budget"),

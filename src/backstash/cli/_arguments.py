@@ -12,7 +12,7 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from ..errors import SizeError
 from ..launcher import this_rank
@@ -23,8 +23,6 @@ __all__ = [
     "alike",
     "by_rank",
     "directory",
-    "limit",
-    "memory",
     "new_file",
     "recompute_option",
     "size",
@@ -33,17 +31,8 @@ __all__ = [
 ]
 
 _Value = TypeVar("_Value")
+_LEAST_BARE_BYTES = 4096  # a smaller number probably lacks its unit
 _OF_RANKS = re.compile(r"(\d+)(?:-(\d+))?:(.+)")
-_EXAMPLE_OF = {
-    "SIZE": "6GiB",
-    "A,B,...": "4GiB,8GiB",
-    "DIR": "/scratch",
-    "FILE": "out.json",
-    "OUT.html": "out.html",
-    "N": "3",
-    "KEY,...": "plain,stash",
-    "DEVICE": "cuda",
-}
 
 
 class Parser(argparse.ArgumentParser):
@@ -63,12 +52,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print ``message`` as one line on stderr, with a command to type next, and exit with status 2."""
-        if lacks := re.fullmatch(r"argument (--[\w-]+): expected one argument", message):
-            metavar = str(self._option_string_actions[lacks[1]].metavar)
-            example = f"`{lacks[1]} {_EXAMPLE_OF.get(metavar, metavar)}`"
-            message = f"{lacks[1]} is followed by a value, {metavar}; for example {example}"
-        elif "`" not in message:
-            message = f"{message}; `{self.prog} --help` has examples"
+        if "`" not in message:
+            message = f"{message.removeprefix('argument ')}; `{self.prog} --help` has examples"
         print(f"{self.prog}: {message}", file=sys.stderr)
         raise SystemExit(2)
 
@@ -81,10 +66,6 @@ class Parser(argparse.ArgumentParser):
             meant = f"did you mean --{meant}? " if meant else ""
             self.error(f"unknown argument {unknown[0]!r}; {meant}options: {', '.join(names)}")
         return options
-
-    def actions(self) -> list[argparse.Action]:
-        """Return all options and positional arguments, in order."""
-        return self._actions
 
     def options(self) -> list[str]:
         """Return the long names of all options."""
@@ -115,30 +96,27 @@ def without_accelerator(host: int | str | None) -> str:
     )
 
 
-def size(text: str) -> int:
-    """Return an option's value, such as ``"512MiB"``, in bytes."""
-    try:
-        return parse_bytes(text)
-    except SizeError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+def size(*words: str, needs_unit: bool = False) -> Callable[[str], Any]:
+    """Return a parser of a size, such as ``"512MiB"``, in bytes.
 
+    Args:
+        words: returned as they are, but ``"unlimited"`` as ``None``.
+        needs_unit: refuse a small number without a unit.
+    """
 
-def memory(text: str) -> int:
-    """Like :func:`size`, for the memory of a process: a small number without a unit is an error."""
-    nbytes = size(text)
-    if text.isdigit() and nbytes < 1 << 20:
-        raise argparse.ArgumentTypeError(f"{text} is {nbytes} bytes; with a unit: `{text}GiB`")
-    return nbytes
+    def parse(text: str) -> int | str | None:
+        if text in words:
+            return None if text == "unlimited" else text
+        try:
+            nbytes = parse_bytes(text)
+        except SizeError as error:
+            others = "".join(f', or "{word}"' for word in words)
+            raise argparse.ArgumentTypeError(f"{error}{others}") from None
+        if needs_unit and text.isdigit() and 0 < nbytes < _LEAST_BARE_BYTES:
+            raise argparse.ArgumentTypeError(f"{text} is {nbytes} bytes; with a unit: `{text}GiB`")
+        return nbytes
 
-
-def limit(text: str) -> int | None:
-    """Like :func:`size`; ``"unlimited"`` is ``None``."""
-    if text == "unlimited":
-        return None
-    try:
-        return parse_bytes(text)
-    except SizeError as error:
-        raise argparse.ArgumentTypeError(f'{error}, or "unlimited"') from None
+    return parse
 
 
 def directory(text: str) -> str:

@@ -29,7 +29,6 @@ from ._resident import resident_bytes, resident_peak_bytes
 from ._say import write
 from ._selective import SelectiveCheckpoints
 from ._sigterm import BeforeTermination
-from ._summary import ResidentMemory
 from ._threads import Threads
 from ._verdict import CHILDREN
 
@@ -176,6 +175,7 @@ class RunSession:
 
     def _figures(self, outcome: str, seconds: float) -> dict[str, Any]:
         """Return the values of this process's JSON."""
+        start, peak = self._resident_start_bytes, resident_peak_bytes()
         return {
             "command": command_of(self._plan),
             "outcome": outcome,
@@ -184,7 +184,11 @@ class RunSession:
             "job": asdict(self._job),
             "steps": _steps(self._marks),
             "stats": self._stash.stats().as_json(),
-            "resident": ResidentMemory(self._resident_start_bytes, resident_peak_bytes()).as_dict(),
+            "resident": {
+                "start_bytes": start,
+                "peak_bytes": peak,
+                "over_start_bytes": max(0, peak - start),
+            },
             "devices": _device_peaks(),
             "allocator": self._plan["allocator"],
             "leaves_small": self._leaves_small,

@@ -3,33 +3,13 @@
 from __future__ import annotations
 
 import signal
-from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..units import format_bytes
 from ._advice import next_step
 from ._verdict import GOOD_ENDS, only_line, step_line, verdict
 
-__all__ = ["ResidentMemory", "allocator_line", "left_lines", "outcome", "summary"]
-
-
-@dataclass(frozen=True, slots=True)
-class ResidentMemory:
-    """The process's resident memory."""
-
-    start_bytes: int
-    """Resident bytes after torch was imported, before anything was held."""
-    peak_bytes: int
-    """The operating system's peak for the whole process."""
-
-    @property
-    def over_start_bytes(self) -> int:
-        """Peak minus start: at most what the script's own work added."""
-        return max(0, self.peak_bytes - self.start_bytes)
-
-    def as_dict(self) -> dict[str, int]:
-        """Return the fields as plain values, for JSON."""
-        return {**asdict(self), "over_start_bytes": self.over_start_bytes}
+__all__ = ["allocator_line", "left_lines", "outcome", "summary"]
 
 
 def outcome(error: BaseException | None) -> str:

@@ -65,7 +65,7 @@ def _parser() -> Parser:
     add(
         "--bytes",
         metavar="SIZE",
-        type=size,
+        type=size(),
         default=_DEFAULT_BYTES,
         help="most bytes to write (default 1GiB)",
     )

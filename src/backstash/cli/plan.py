@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from ..scratch import scratch
-from ._arguments import Parser, directory, memory, new_file, recompute_option
+from ._arguments import Parser, directory, new_file, recompute_option, size
 from ._launch import check, read, replace_process
 from ._say import say
 
@@ -125,6 +125,6 @@ def _parser() -> Parser:
 
 def _budgets(text: str) -> list[int]:
     try:
-        return [memory(each) for each in text.split(",")]
+        return [size(needs_unit=True)(each) for each in text.split(",")]
     except argparse.ArgumentTypeError as error:
         raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None

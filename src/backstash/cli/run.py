@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ..errors import SizeError
 from ..launcher import Job
 from ..scratch import scratch
-from ..units import with_unit
 from ._allocator import CHOICES, choose, find
 from ._arguments import (
     Parser,
     by_rank,
     directory,
-    limit,
-    memory,
     new_file,
     recompute_option,
     size,
@@ -28,11 +23,13 @@ from ._arguments import (
 )
 from ._launch import Script, check, read, replace_process
 from ._machine import is_torch_of_cpu_alone
+from ._rank_files import read as read_figures
 from ._say import say
 
 __all__ = ["main"]
 
 _NOT_GIVEN = object()
+_COMPARED = ("command", "resident", "stats", "steps", "devices")  # of another run
 # Options that hardly any script has, and that users often write after it.
 _OFTEN_MISPLACED = (
     "--budget",
@@ -128,7 +125,7 @@ def _parser() -> Parser:
     add(
         "--budget",
         metavar="SIZE",
-        type=by_rank(_budget),
+        type=by_rank(size("auto", needs_unit=True)),
         help="the most memory at any moment of a step, of an accelerator's tensors or else of the process: a "
         "SIZE, or auto for what can be spared, which is the default where no budget is given",
     )
@@ -148,7 +145,7 @@ def _parser() -> Parser:
     add(
         "--keep",
         metavar="SIZE",
-        type=by_rank(_keep),
+        type=by_rank(size("auto", "unlimited", needs_unit=True)),
         default=_NOT_GIVEN,
         help="bytes that may stay in place: a SIZE, unlimited, or auto for half of the free memory (default: 0 "
         "with --disk or --host, but a step of the CPU that saves at most 96 MiB stays whole)",
@@ -156,7 +153,7 @@ def _parser() -> Parser:
     add(
         "--host",
         metavar="SIZE",
-        type=by_rank(_or_auto),
+        type=by_rank(size("auto", "unlimited")),
         help="bytes of pinned host memory for an accelerator's tensors (default auto)",
     )
     add(
@@ -168,13 +165,13 @@ def _parser() -> Parser:
     add(
         "--max-bytes",
         metavar="SIZE",
-        type=by_rank(limit),
+        type=by_rank(size("unlimited")),
         help="most bytes on disk at once (default unlimited)",
     )
     add(
         "--min-bytes",
         metavar="SIZE",
-        type=_size_or_auto,
+        type=size("auto"),
         default="auto",
         help="smaller tensors stay in place (default auto: 64KiB, or 16KiB where a budget needs it)",
     )
@@ -185,7 +182,7 @@ def _parser() -> Parser:
         add(
             window,
             metavar="SIZE",
-            type=_size_or_auto,
+            type=size("auto"),
             default="auto",
             help=f"{what}: a SIZE, or auto, an eighth of what a step saves, at most 128MiB (default auto)",
         )
@@ -213,44 +210,15 @@ def _parser() -> Parser:
     return parser
 
 
-def _or_auto(text: str) -> int | str | None:
-    return text if text == "auto" else limit(text)
-
-
-def _keep(text: str) -> int | str | None:
-    try:
-        with_unit(text, name="keep")
-    except SizeError:
-        raise argparse.ArgumentTypeError(
-            f"{text} is {text} bytes; with a unit: `{text}GiB`"
-        ) from None
-    return _or_auto(text)
-
-
-def _size_or_auto(text: str) -> int | str:
-    return text if text == "auto" else size(text)
-
-
-def _budget(text: str) -> int | str:
-    return text if text == "auto" else memory(text)
-
-
 def _figures(text: str) -> dict[str, Any]:
     """Return the figures to compare with, from the JSON of another run."""
     try:
-        found = json.loads(_own_file(os.path.expanduser(text)).read_text(encoding="utf-8"))
-        return {
-            "file": text,
-            "command": str(found["command"]),
-            "resident": {"over_start_bytes": int(found["resident"]["over_start_bytes"])},
-            "stats": {"written_bytes": int(found["stats"]["written_bytes"])},
-            "steps": {"median_seconds": found.get("steps", {}).get("median_seconds")},
-            "devices": {str(name): int(peak) for name, peak in found.get("devices", {}).items()},
-        }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        found = read_figures(str(_own_file(os.path.expanduser(text))))
+    except (OSError, ValueError):
         raise argparse.ArgumentTypeError(
             f"{text!r} is not the figures of a run; allowed: a file that `backstash run --json` wrote"
         ) from None
+    return {"file": text} | {name: found[name] for name in _COMPARED}
 
 
 def _own_file(path: str) -> Path:
