@@ -160,7 +160,7 @@ def end(
     plan: dict[str, Any], capsys: pytest.CaptureFixture[str], found: dict[str, Any]
 ) -> list[str]:
     """What a rank says when it ends with these figures."""
-    write_results(plan, Job(**found["job"]), found, None)
+    write_results(plan, Job(**found["job"]), found)
     return capsys.readouterr().err.splitlines()
 
 

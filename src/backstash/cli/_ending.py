@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -22,24 +22,18 @@ def write_results(
     plan: dict[str, Any],
     job: Job,
     figures: dict[str, Any],
-    page: Callable[[], dict[str, Any]] | None,
 ) -> None:
-    """Write this process's files and print its summary, as the plan says.
+    """Write this process's JSON and print its summary, as the plan says.
 
     Args:
         plan: the options of ``backstash run``.
         job: this process's.
         figures: this process's figures, as in its JSON.
-        page: return this process's page, for :func:`backstash.report.render_page`; ``None``: no page.
     """
     if plan["json"] is not None:
         write("backstash run: --json", job.file(plan["json"]), figures)
     if not plan["quiet"]:
         say(_summary(plan, job, figures))
-    if page is not None:
-        from ..report import render_page
-
-        write("backstash run: --report", job.file(plan["report"]), render_page(page()))
 
 
 def _summary(plan: dict[str, Any], job: Job, figures: dict[str, Any]) -> str:

@@ -30,7 +30,7 @@ _TIERS = ("keep", "host", "disk")
 
 
 class Live:
-    """A thread that draws the line twice a second while the figures change, until :meth:`stop`.
+    """A thread that draws the line twice a second while the figures change, until :meth:`remove`.
 
     Args:
         stash: the stash whose ``stats()`` are shown.
@@ -52,7 +52,7 @@ class Live:
         """Whether stderr is a terminal that can clear a line."""
         return _is_terminal(sys.stderr) and os.environ.get("TERM", "dumb") != "dumb"
 
-    def stop(self) -> None:
+    def remove(self) -> None:
         """Clear the line and end the thread."""
         self._ended.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():

@@ -98,26 +98,26 @@ class RunSession:
         self._recomputed = RecomputedModules(self._stash, plan["recompute"])
         self._selective = SelectiveCheckpoints()
         self._marks = StepMarks(then=self._stepped)
-        self._line: Timeline | None = None
-        self._graph: FirstBackward | None = None
+        self._parts: list[Any] = [self._marks, self._selective, self._recomputed]
+        self._recorded: tuple[Timeline, FirstBackward] | None = None
         if plan["report"] is not None:
             from ..report import timeline
-
-            self._line = timeline(self._stash.record(limit=_RECORDED_EVENTS), steps=self._marks)
             from ._first_backward import FirstBackward  # imported late: it loads the drawing code
 
-            self._graph = FirstBackward()
+            line = timeline(self._stash.record(limit=_RECORDED_EVENTS), steps=self._marks)
+            self._recorded = line, FirstBackward()
+            self._parts += self._recorded
         # One line for all processes that share the terminal.
-        quiet = plan["quiet"] or self._job.local_rank > 0 or not Live.suits()
-        self._live = None if quiet else Live(self._stash, self._marks.moments)
+        if not plan["quiet"] and self._job.local_rank == 0 and Live.suits():
+            self._parts.append(Live(self._stash, self._marks.moments))
         self._ended = False
         self._ending = threading.Lock()
         self._before_termination = BeforeTermination(self._terminated)
-        self._threads = Threads(self._stash)  # last, so that our own threads do not enter the stash
+        self._parts.append(Threads(self._stash))  # last: our own threads do not enter the stash
 
     def _stepped(self) -> None:
-        if self._line is not None and len(self._marks.moments) >= _RECORDED_STEPS:
-            self._line.remove()
+        if self._recorded is not None and len(self._marks.moments) >= _RECORDED_STEPS:
+            self._recorded[0].remove()
 
     def end(self, outcome: str) -> None:
         """Leave the stash, print the summary on stderr and write the JSON, as the plan says.
@@ -143,35 +143,27 @@ class RunSession:
                 self._report(signal.SIGTERM.name)
 
     def _report(self, outcome: str) -> None:
-        self._threads.remove()
-        if self._live is not None:
-            self._live.stop()
         seconds = time.perf_counter() - self._started
-        self._marks.remove()
-        self._selective.remove()
-        self._recomputed.remove()
-        if self._recomputed.note:
-            self._notes.append(self._recomputed.note)
-        if self._selective.note:
-            self._notes.append(self._selective.note)
-        if self._line is not None:
-            self._line.remove()
-        if self._graph is not None:
-            self._graph.remove()
+        for part in reversed(self._parts):
+            part.remove()
+        self._notes += filter(None, (self._recomputed.note, self._selective.note))
         figures = self._figures(outcome, seconds)
-        planned, stats = self._stash.plan, figures["stats"]
-        if stats["saves"] == 0:
+        planned, saves = self._stash.plan, figures["stats"]["saves"]
+        if saves == 0:
             self._notes.append("nothing was saved for backward")
-        if stats["saves"] == 0 or Job.now().processes > self._job.processes:
+        if saves == 0 or Job.now().processes > self._job.processes:
             self._notes.append(CHILDREN)
         if planned is not None:
             figures["plan"] = planned.as_dict()
             if self._plan["save_plan"] is not None:
                 path = self._job.file(self._plan["save_plan"])
                 write("backstash run: --save-plan", path, planned.text())
-        line = self._line
-        page = None if line is None else lambda: self._page(figures, line)
-        write_results(self._plan, self._job, figures, page)
+        write_results(self._plan, self._job, figures)
+        if self._recorded is not None:
+            from ..report import render_page
+
+            page = render_page(self._page(figures, *self._recorded))
+            write("backstash run: --report", self._job.file(self._plan["report"]), page)
 
     def _figures(self, outcome: str, seconds: float) -> dict[str, Any]:
         """Return the values of this process's JSON."""
@@ -199,13 +191,13 @@ class RunSession:
             "script": script_of(self._plan),
         }
 
-    def _page(self, figures: dict[str, Any], line: Timeline) -> dict[str, Any]:
+    def _page(
+        self, figures: dict[str, Any], line: Timeline, graph: FirstBackward
+    ) -> dict[str, Any]:
         from ._run_page import run_page
 
-        page = run_page(figures, line, self._plan["compare"])
-        if self._graph is not None:
-            page |= self._graph.section
-            page["notes"] = [*page.get("notes", ()), *filter(None, [self._graph.note])]
+        page = run_page(figures, line, self._plan["compare"]) | graph.section
+        page["notes"] = [*page.get("notes", ()), *filter(None, [graph.note])]
         return page
 
 
