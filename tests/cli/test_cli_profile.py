@@ -158,14 +158,6 @@ def test_mistakes_are_one_line(
     assert shown.err.count("\n") == 1 and shown.out == ""
 
 
-def test_help_explains_to_a_newcomer_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["profile", "--help"]) == 0
-    shown = capsys.readouterr().out
-    assert "backstash profile train.py" in shown and "Nothing is moved." in shown
-    main(["--help"])
-    assert "  profile " in capsys.readouterr().out
-
-
 SPEED = DiskSpeed(1 << 20, 1e9, 2e9, 4e9, direct=True, unnamed=True, notes=())
 DISK, HOST = 'Stash(disk="/a b")', 'Stash(host="auto")'
 

@@ -18,7 +18,6 @@ import torch
 
 from backstash.cli import main
 from backstash.cli._first_backward import FirstBackward
-from backstash.cli._launch import interpreter_options
 from backstash.plan import Plan, PlannedClass, StepFigures
 from children import child
 from long_tests import mostly_long, takes_long
@@ -551,24 +550,6 @@ def test_nothing_is_left_in_the_directory(tmp_path: Path) -> None:
     scratch.mkdir()
     under_stash(["train.py"], tmp_path, "--disk", str(scratch))
     assert list(scratch.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("started_with", "options"),
-    [
-        (["-m", "backstash", "run", "s.py"], []),
-        (
-            ["-u", "-X", "dev", "-W", "error", "-m", "backstash", "run"],
-            ["-u", "-X", "dev", "-W", "error"],
-        ),
-        (["-Wignore", "-I", "/venv/bin/backstash", "run", "-u"], ["-Wignore", "-I"]),
-        (["-OO", "-c", "code", "run"], ["-OO"]),
-    ],
-)
-def test_the_interpreter_s_own_options_are_passed_on(
-    started_with: list[str], options: list[str]
-) -> None:
-    assert interpreter_options(started_with) == options
 
 
 def test_without_options_what_fits_is_left_alone(tmp_path: Path) -> None:

@@ -267,6 +267,8 @@ def test_many_arguments(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("started_with", "options"),
     [
+        (["-m", "backstash", "run", "s.py"], []),
+        (["-Wignore", "-I", "/venv/bin/backstash", "run", "-u"], ["-Wignore", "-I"]),
         (["-um", "backstash", "run", "s.py"], ["-u"]),
         (["-Im", "backstash", "run", "-v", "s.py"], ["-I"]),
         (["-Immodule"], ["-I"]),
@@ -280,7 +282,9 @@ def test_many_arguments(tmp_path: Path) -> None:
         (["--check-hash-based-pycs", "never", "-m", "x"], ["--check-hash-based-pycs", "never"]),
     ],
 )
-def test_options_in_one_word(started_with: list[str], options: list[str]) -> None:
+def test_the_interpreter_s_own_options_are_passed_on(
+    started_with: list[str], options: list[str]
+) -> None:
     assert interpreter_options(started_with) == options
 
 
