@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from backstash.cli._arguments import Parser, directory, words
+from backstash.cli._arguments import Parser, directory
 from backstash.cli._disk_speed import measure
 from backstash.cli._machine import machine, versions
 from backstash.errors import SizeError
@@ -138,7 +138,7 @@ def _parser() -> Parser:
     add(
         "--only",
         metavar="KEY,...",
-        type=words(tuple(VARIANTS)),
+        type=_variants,
         default=DEFAULT,
         help="these variants, and plain (default: those in README)",
     )
@@ -188,6 +188,14 @@ def _read(parser: Parser, path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         parser.error(f"--table {path}: {error}; allowed: a file that --out wrote")
     return results
+
+
+def _variants(text: str) -> tuple[str, ...]:
+    chosen = tuple(word.strip() for word in text.split(",") if word.strip())
+    for word in chosen:
+        if word not in VARIANTS:
+            raise argparse.ArgumentTypeError(f"{word!r}; allowed: {', '.join(VARIANTS)}")
+    return chosen
 
 
 def _measure(

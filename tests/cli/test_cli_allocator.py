@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from backstash.cli._allocator import CHOICES, INSTALL_HINT, choose, find, is_loaded, preloaded
+from backstash.cli._allocator import CHOICES, INSTALL_HINT, choose, find, preloaded
 
 TCMALLOC = {"tcmalloc": "/lib/libtcmalloc_minimal.so.4"}
 TBB = {"tbb": "/venv/lib/libtbbmalloc_proxy.so.2"}
@@ -141,13 +141,3 @@ def test_everything_found_here_exists() -> None:
         assert Path(path).name.startswith(f"lib{kind}")
         assert not set(path) & set(" :")
         assert Path(path).is_file()
-
-
-def test_a_library_is_loaded_when_it_is_mapped(tmp_path: Path) -> None:
-    maps = tmp_path / "maps"
-    maps.write_text("7f00-7f01 r-xp 0 08:01 1 /usr/lib/libtcmalloc_minimal.so.4.5.10\n")
-    assert is_loaded("tcmalloc", maps)
-    assert not is_loaded("jemalloc", maps)
-    maps.write_text("7f00-7f01 r-xp 0 08:01 1 /venv/lib/libtbbmalloc.so.2\n")
-    assert not is_loaded("tbb", maps)  # the proxy alone stands in for malloc
-    assert not is_loaded("tcmalloc", tmp_path / "missing")

@@ -566,7 +566,7 @@ def test_a_budget_with_nothing_below_it_is_refused(
     ended = under_stash(["x.py"], tmp_path, "--keep", keep, "--host", "1GiB")
     assert (ended.returncode, ended.stdout) == (2, "")
     assert ended.stderr == (
-        "backstash run: --host 1.00GiB is for the tensors of an accelerator, and this PyTorch was built "
+        "backstash run: --host is for the tensors of an accelerator, and this PyTorch was built "
         "without one; give --disk DIR, for example `--disk /scratch`\n"
     )
 

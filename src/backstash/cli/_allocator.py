@@ -22,9 +22,8 @@ import sys
 import sysconfig
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 
-__all__ = ["CHOICES", "INSTALL_HINT", "Allocator", "choose", "find", "is_loaded", "preloaded"]
+__all__ = ["CHOICES", "INSTALL_HINT", "Allocator", "choose", "find", "preloaded"]
 
 _FILES = {
     "tcmalloc": ("libtcmalloc_minimal.so.4", "libtcmalloc.so.4"),
@@ -81,10 +80,6 @@ class Allocator:
     def as_dict(self) -> dict[str, object]:
         """Return the fields as plain values, for JSON."""
         return asdict(self)
-
-    def __str__(self) -> str:
-        where = f" ({self.library})" if self.library else ""
-        return f"{self.kind}{where}: {self.reason}"
 
 
 def choose(
@@ -150,23 +145,10 @@ def _missing(asked: str, installed: Mapping[str, str]) -> str:
 def preloaded(environ: Mapping[str, str]) -> str:
     """Return the kind of allocator that ``LD_PRELOAD`` in ``environ`` already names; ``""`` for none."""
     files = environ.get("LD_PRELOAD", "").replace(":", " ").split()
+    names = [os.path.basename(file) for file in files]
     return next(
-        (kind for kind in _FILES for file in files if _mark(kind) in f"/{os.path.basename(file)}"),
-        "",
+        (kind for kind in _FILES if any(name.startswith(f"lib{kind}") for name in names)), ""
     )
-
-
-def _mark(kind: str) -> str:
-    """Return the part of a library's path that identifies its kind, whatever the version."""
-    return "/libtbbmalloc_proxy" if kind == "tbb" else f"/lib{kind}"
-
-
-def is_loaded(kind: str, maps: Path = Path("/proc/self/maps")) -> bool:
-    """Whether this process has mapped the library of ``kind``; the loader skips one that it cannot use."""
-    try:
-        return _mark(kind) in maps.read_text()
-    except OSError:
-        return False
 
 
 def find(directories: Iterable[str] | None = None) -> dict[str, str]:

@@ -16,7 +16,8 @@ from typing import Any, NoReturn, TypeVar
 
 from ..errors import SizeError
 from ..launcher import this_rank
-from ..units import format_bytes, parse_bytes
+from ..scratch import scratch
+from ..units import parse_bytes
 
 __all__ = [
     "Parser",
@@ -25,9 +26,8 @@ __all__ = [
     "directory",
     "new_file",
     "recompute_option",
+    "scratch_directory",
     "size",
-    "without_accelerator",
-    "words",
 ]
 
 _Value = TypeVar("_Value")
@@ -87,15 +87,6 @@ def alike(word: str, known: Sequence[str]) -> str:
     return next(iter(get_close_matches(word, known, n=1, cutoff=0.6)), "")
 
 
-def without_accelerator(host: int | str | None) -> str:
-    """Return the error for ``--host`` if nothing is below it and PyTorch has no accelerator."""
-    value = "unlimited" if host is None else host if isinstance(host, str) else format_bytes(host)
-    return (
-        f"--host {value.replace(' ', '')} is for the tensors of an accelerator, and this PyTorch was built "
-        "without one; give --disk DIR, for example `--disk /scratch`"
-    )
-
-
 def size(*words: str, needs_unit: bool = False) -> Callable[[str], Any]:
     """Return a parser of a size, such as ``"512MiB"``, in bytes.
 
@@ -132,6 +123,18 @@ def directory(text: str) -> str:
             f"{text!r} is not writable; allowed: an existing, writable directory"
         )
     return path
+
+
+def scratch_directory(parser: Parser) -> tuple[str, str]:
+    """Return a directory for what moves where none was given, and a sentence about it."""
+    found = scratch()
+    if found is None:
+        parser.error(
+            "no directory on a disk was found to move to ($TMPDIR or /tmp, /scratch, /var/tmp and the working "
+            "directory were tried); give --disk DIR"
+        )
+    path, why = found
+    return path, f"what moves goes to {path} ({why}); --disk DIR names another"
 
 
 def new_file(text: str) -> str:
@@ -175,19 +178,6 @@ def by_rank(parse: Callable[[str], _Value]) -> Callable[[str], _Value]:
         raise argparse.ArgumentTypeError(f"{text!r} has nothing for rank {rank}")
 
     return read
-
-
-def words(allowed: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
-    """Return a parser of comma-separated words, each one of ``allowed``."""
-
-    def parse(text: str) -> tuple[str, ...]:
-        chosen = tuple(word.strip() for word in text.split(",") if word.strip())
-        for word in chosen:
-            if word not in allowed:
-                raise argparse.ArgumentTypeError(f"{word!r}; allowed: {', '.join(allowed)}")
-        return chosen
-
-    return parse
 
 
 def recompute_option(parser: Parser) -> None:

@@ -18,8 +18,6 @@ from ..errors import UsageError
 from ..launcher import Job
 from ..report import StepMarks
 from ..units import in_bytes
-from ._allocator import is_loaded
-from ._arguments import without_accelerator
 from ._ending import undisturbed, write_results
 from ._launch import command_of, script_of
 from ._live import Live
@@ -67,12 +65,17 @@ class RunSession:
         if plan["disk"] is None and plan["keep"] is not None and plan["budget"] is None:
             # This asks how torch was built. Querying devices now could change what the script does later.
             if torch.accelerator.current_accelerator() is None:
-                raise UsageError(without_accelerator(plan["host"]))
+                raise UsageError(
+                    "--host is for the tensors of an accelerator, and this PyTorch was built without one; give "
+                    "--disk DIR, for example `--disk /scratch`"
+                )
         self._plan = plan
         self._job = Job(**plan["job"])
-        self._notes = list(_notes(plan["allocator"]["kind"]))
-        if plan["scratch"] is not None:
-            self._notes.append(plan["scratch"])
+        self._notes: list[str] = [plan["scratch"]] if plan["scratch"] is not None else []
+        if threading.current_thread() is not threading.main_thread():
+            self._notes.append(
+                "torch was first imported in a thread other than the main one: the main thread is not held"
+            )
         self._versions = versions() | {"torch": torch.__version__}
         self._started = time.perf_counter()
         self._resident_start_bytes = resident_bytes()
@@ -221,14 +224,3 @@ def _device_peaks() -> dict[str, int]:
             continue
         peaks[f"{kind.type}:{index}"] = counted.get("allocated_bytes.all.peak", 0)
     return {name: peak for name, peak in peaks.items() if peak}
-
-
-def _notes(allocator: str) -> list[str]:
-    notes = []
-    if allocator not in ("own", "glibc", "none") and not is_loaded(allocator):
-        notes.append(f"{allocator} was preloaded (LD_PRELOAD), but the loader did not load it")
-    if threading.current_thread() is not threading.main_thread():
-        notes.append(
-            "torch was first imported in a thread other than the main one: the main thread is not held"
-        )
-    return notes

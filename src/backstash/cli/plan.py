@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from ..scratch import scratch
-from ._arguments import Parser, directory, new_file, recompute_option, size
+from ._arguments import Parser, directory, new_file, recompute_option, scratch_directory, size
 from ._launch import check, read, replace_process
 from ._say import say
 
@@ -61,11 +60,8 @@ def main(arguments: Sequence[str]) -> int:
             "--recompute with --fake: whether modules are recomputed is planned from real steps alone"
         )
     if options.disk is None and not options.fake:
-        found = scratch()
-        if found is None:
-            parser.error("no directory on a disk was found to move to; give --disk DIR")
-        options.disk, why = found
-        say(f"backstash plan: what moves goes to {options.disk} ({why}); --disk DIR names another")
+        options.disk, why = scratch_directory(parser)
+        say(f"backstash plan: {why}")
     session = "_fake_session.FakeSession" if options.fake else "_plan_session.PlanSession"
     replace_process(vars(options), script, session)
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from ..launcher import Job
-from ..scratch import scratch
 from ._allocator import CHOICES, choose, find
 from ._arguments import (
     Parser,
@@ -18,11 +17,10 @@ from ._arguments import (
     directory,
     new_file,
     recompute_option,
+    scratch_directory,
     size,
-    without_accelerator,
 )
 from ._launch import Script, check, read, replace_process
-from ._machine import is_torch_of_cpu_alone
 from ._rank_files import read as read_figures
 from ._say import say
 
@@ -243,9 +241,6 @@ def _check(parser: Parser, options: argparse.Namespace) -> None:
             f"{what}: give --disk DIR, for example --disk /scratch, or for the tensors of a GPU "
             "--host SIZE, for example --host 24GiB or --host auto"
         )
-    host_alone = options.host is not None and options.disk is None and options.keep is not None
-    if host_alone and is_torch_of_cpu_alone():  # otherwise the session asks torch after its import
-        parser.error(without_accelerator(options.host))
     options.host = "auto" if options.host is None else options.host
 
 
@@ -270,11 +265,4 @@ def _check_planned(parser: Parser, options: argparse.Namespace) -> None:
     if options.save_plan is not None and options.budget is None and options.plan is None:
         parser.error("--save-plan needs a budget; give --budget SIZE or --budget auto as well")
     if (options.budget is not None or options.plan is not None) and options.disk is None:
-        found = scratch()
-        if found is None:
-            parser.error(
-                "no directory on a disk was found to move to ($TMPDIR or /tmp, /scratch, /var/tmp and "
-                "the working directory were tried); give --disk DIR"
-            )
-        options.disk, why = found
-        options.scratch = f"what moves goes to {options.disk} ({why}); --disk DIR names another"
+        options.disk, options.scratch = scratch_directory(parser)
