@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import threading
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -25,16 +25,6 @@ _MEASURED_BYTES = 256 << 20
 _SECONDS = ("write_seconds", "read_seconds")
 
 
-@dataclass(frozen=True, slots=True)
-class _ProfiledStep:
-    """One step."""
-
-    report: SavedReport
-    """What the step saved."""
-    seconds: float
-    """Seconds of the step, recording included."""
-
-
 class ProfileSession:
     """The report of ``backstash profile``, entered. :meth:`end` leaves it and prints it.
 
@@ -45,7 +35,7 @@ class ProfileSession:
     def __init__(self, plan: dict[str, Any]) -> None:
         self._plan = plan
         self._command = command_of(plan)
-        self._steps: list[_ProfiledStep] = []
+        self._steps: list[tuple[SavedReport, float]] = []  # with the seconds
         self._notes: list[str] = []
         self._had_enough = False
         if threading.current_thread() is not threading.main_thread():
@@ -60,7 +50,7 @@ class ProfileSession:
     def _stepped(self) -> None:
         if len(self._steps) < self._plan["steps"]:
             now = time.perf_counter()
-            self._steps.append(_ProfiledStep(self._saved.take(), now - self._began))
+            self._steps.append((self._saved.take(), now - self._began))
             self._began = now
         if len(self._steps) >= self._plan["steps"]:
             self._had_enough = True
@@ -98,10 +88,10 @@ class ProfileSession:
         """Return the report to show, and its title; or ``None``, and why there is no report."""
         ended = "" if self._had_enough else f"; the script ended first: {outcome}"
         if self._steps:
-            at = max(range(len(self._steps)), key=lambda i: (self._steps[i].report.peak_bytes, i))
-            step = self._steps[at]
+            at = max(range(len(self._steps)), key=lambda i: (self._steps[i][0].peak_bytes, i))
+            report, seconds = self._steps[at]
             which = f"step {at + 1} of {len(self._steps)}, which held most"
-            return step.report, f"{which}, {step.seconds:.2f} s with recording{ended}"
+            return report, f"{which}, {seconds:.2f} s with recording{ended}"
         if self._saved.total_bytes:
             self._notes.append(
                 "no optimizer has stepped, so the script was not divided into steps: this is all of it"
@@ -139,11 +129,11 @@ class ProfileSession:
             "outcome": "enough steps" if self._had_enough else outcome,
             "steps": [
                 {
-                    "seconds": step.seconds,
-                    "unique_bytes": step.report.unique_bytes,
-                    "peak_bytes": step.report.peak_bytes,
+                    "seconds": seconds,
+                    "unique_bytes": step.unique_bytes,
+                    "peak_bytes": step.peak_bytes,
                 }
-                for step in self._steps
+                for step, seconds in self._steps
             ],
             "report": report.as_dict(),
             "costs": [

@@ -58,7 +58,7 @@ def summary(
             if note.removeprefix("note: ") not in first and "smallest that" not in note
         ]
         lines = [first, step_line(figures), f"next: {next_step(figures)}", *notes]
-        lines += _details(figures, stats, other) if verbose else ()
+        lines += _details(figures, stats) if verbose else ()
     return "\n".join(f"{label}: {line}" for line in lines)
 
 
@@ -67,15 +67,16 @@ def _without_scratch(notes: list[str]) -> list[str]:
     return [note for note in notes if not note.startswith("what moves goes to ")]
 
 
-def _details(
-    figures: dict[str, Any], stats: dict[str, Any], other: dict[str, Any] | None
-) -> list[str]:
+def _details(figures: dict[str, Any], stats: dict[str, Any]) -> list[str]:
     """Return the figures of the whole run."""
     return [
         *_planned(figures.get("plan")),
         *_statistics(stats),
         *left_lines(stats["left"]),
-        *_devices(figures["devices"], other["devices"] if other is not None else {}),
+        *(
+            f"device     {name}: {format_bytes(peak)} at most"
+            for name, peak in figures["devices"].items()
+        ),
         _memory(figures["resident"], figures["seconds"], figures["outcome"]),
         allocator_line(figures["allocator"]),
     ]
@@ -116,18 +117,6 @@ def left_lines(left: dict[str, Any]) -> list[str]:
 
 def _size(record: dict[str, int]) -> str:
     return f"{format_bytes(record['nbytes'])} in " if record["nbytes"] else ""  # else unknown
-
-
-def _devices(peaks: dict[str, int], others: dict[str, int]) -> list[str]:
-    shares = {
-        name: f", {peaks[name] / peak:.0%} of the other run's"
-        for name, peak in others.items()
-        if name in peaks
-    }
-    return [
-        f"device     {name}: {format_bytes(peak)} at most{shares.get(name, '')}"
-        for name, peak in peaks.items()
-    ]
 
 
 def _memory(resident: dict[str, int], seconds: float, ended: str) -> str:
