@@ -128,30 +128,6 @@ def test_a_script_that_ends_too_soon_to_be_measured_is_reported(tmp_path: Path) 
     )
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--budget", "4GiB,half", "s.py"], "allowed: an int of bytes"),
-        (["--disk", "missing", "s.py"], "missing"),
-        (["missing.py"], "missing.py"),
-    ],
-)
-def test_a_mistake_is_one_line(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    arguments: list[str],
-    words: str,
-) -> None:
-    (tmp_path / "s.py").write_text("")
-    monkeypatch.chdir(tmp_path)
-    assert main(["plan", *arguments]) == 2
-    printed = capsys.readouterr().err
-    assert printed.startswith("backstash plan: ")
-    assert printed.count("\n") == 1
-    assert words in printed
-
-
 def test_budgets_may_be_given_one_by_one() -> None:
     given = _parser().read(["--budget", "4GiB,6GiB", "--budget", "8GiB"])
     assert given.budget == [4 << 30, 6 << 30, 8 << 30]
