@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -213,7 +214,7 @@ def _measure(
             from device.benchmark import device_benchmark  # which needs torch
 
             disk = measure(where, _DISK_BYTES)
-            results["disk"] = disk.as_dict()
+            results["disk"] = asdict(disk)
             sections = [
                 device_benchmark(
                     options.device,
@@ -229,7 +230,7 @@ def _measure(
             ]
         else:
             sections = [_section(what, options, where, say) for what in options.what or _KINDS]
-            results["disk"] = measure(where, _DISK_BYTES).as_dict()
+            results["disk"] = asdict(measure(where, _DISK_BYTES))
     return results | {"sections": sections}
 
 

@@ -21,7 +21,7 @@ import site
 import sys
 import sysconfig
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 __all__ = ["CHOICES", "INSTALL_HINT", "Allocator", "choose", "find", "preloaded"]
 
@@ -76,10 +76,6 @@ class Allocator:
     """The preloaded file; empty for ``own``, ``glibc`` and ``none``."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """The environment variables that select it; set them before the process starts."""
-
-    def as_dict(self) -> dict[str, object]:
-        """Return the fields as plain values, for JSON."""
-        return asdict(self)
 
 
 def choose(

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from ..stores import Disk, Slot
 
@@ -39,10 +39,6 @@ class DiskSpeed:
     """Whether the file system can create files without a name."""
     notes: tuple[str, ...]
     """The store's fallbacks, with reasons."""
-
-    def as_dict(self) -> dict[str, object]:
-        """Return the fields as plain values, for JSON."""
-        return asdict(self)
 
 
 def measure(directory: str, nbytes: int) -> DiskSpeed:

@@ -141,7 +141,7 @@ class ProfileSession:
                 for each in report.budgets(self._plan["disk"])
             ],
             "directory": self._plan["disk"],
-            "disk": None if speed is None else speed.as_dict(),
+            "disk": None if speed is None else asdict(speed),
             "notes": self._notes,
             "versions": versions() | {"torch": torch.__version__},
             "machine": machine().as_dict(),

@@ -7,6 +7,7 @@ import json
 import os
 import tempfile
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from ..advice import Advice, advise
@@ -89,9 +90,9 @@ def _facts(options: argparse.Namespace) -> dict[str, Any]:
         "control_group_version": group.version if group else None,
         "versions": versions(),
         "accelerator": _accelerator(),
-        "allocator": choose("auto", os.environ, installed).as_dict(),
+        "allocator": asdict(choose("auto", os.environ, installed)),
         "allocators": sorted(installed),
-        "disk": measure(where, nbytes).as_dict(),
+        "disk": asdict(measure(where, nbytes)),
     }
 
 

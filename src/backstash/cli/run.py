@@ -102,7 +102,7 @@ def main(arguments: Sequence[str]) -> int:
         allocator = choose(options.malloc, os.environ, find())
     except LookupError as error:
         parser.error(str(error.args[0]))
-    plan = vars(options) | {"job": asdict(Job.now()), "allocator": allocator.as_dict()}
+    plan = vars(options) | {"job": asdict(Job.now()), "allocator": asdict(allocator)}
     replace_process(plan, script, "_session.RunSession", allocator.environment)
 
 
