@@ -22,8 +22,9 @@ from typing import Any
 import torch
 
 from backstash import Stash
-from backstash.cli._machine import file_system, machine, versions
+from backstash.cli._machine import machine, versions
 from backstash.report import timeline
+from backstash.scratch import file_system
 from bench._workloads import WORKLOADS, Workload, call
 
 __all__ = ["main"]

@@ -1,6 +1,7 @@
 """The benchmarks run, small; the tables of README and the docs are what the committed results give."""
 
 import importlib.util
+import io
 import json
 import os
 import re
@@ -17,6 +18,7 @@ import torch
 
 from backstash.cli import main
 from bench._command import _command
+from bench._progress import progress
 from bench._step_table import step_rows
 from bench._step_worker import measure
 from bench._table import table
@@ -512,3 +514,19 @@ def test_the_host_s_time_is_measured_where_the_device_takes_none() -> None:
     assert list(found) == ["plain", "checkpoint", "recompute", "budget 1 GiB"]
     assert all(seconds > 0 for each in found.values() for seconds in each[:3])
     assert found["plain"][3:] == [0, 0] and min(found["recompute"][3:]) > 10
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_is_one_line_on_a_terminal_and_a_line_each_elsewhere() -> None:
+    terminal, log = Terminal(), io.StringIO()
+    for stream in (terminal, log):
+        with progress(stream) as say:
+            say("one")
+            say("two")
+    assert "\n" not in terminal.getvalue()
+    assert terminal.getvalue().endswith("two\r\x1b[K")
+    assert log.getvalue() == "one\ntwo\n"

@@ -9,19 +9,20 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from backstash.cli._arguments import Parser, directory, words
+from backstash.cli._arguments import Parser, directory
 from backstash.cli._disk_speed import measure
 from backstash.cli._machine import machine, versions
-from backstash.cli._progress import ProgressLine
 from backstash.errors import SizeError
 from backstash.scratch import file_system
 from backstash.units import parse_bytes
 
 from ._gradients import gradients
 from ._limit import limit, limits
+from ._progress import progress
 from ._small import alive, overhead
 from ._step import step
 from ._table import table
@@ -81,8 +82,8 @@ def main(arguments: Sequence[str]) -> int:
     for what in options.what:
         if what not in _KINDS:
             parser.error(f"unknown benchmark {what!r}; allowed: {', '.join(_KINDS)}")
-    with ProgressLine(lines=True) as progress:
-        results = _measure(options, list(arguments), progress.say)
+    with progress() as say:
+        results = _measure(options, list(arguments), say)
     _save(options, results)
     return _print(results)
 
@@ -138,7 +139,7 @@ def _parser() -> Parser:
     add(
         "--only",
         metavar="KEY,...",
-        type=words(tuple(VARIANTS)),
+        type=_variants,
         default=DEFAULT,
         help="these variants, and plain (default: those in README)",
     )
@@ -190,6 +191,14 @@ def _read(parser: Parser, path: Path) -> dict[str, Any]:
     return results
 
 
+def _variants(text: str) -> tuple[str, ...]:
+    chosen = tuple(word.strip() for word in text.split(",") if word.strip())
+    for word in chosen:
+        if word not in VARIANTS:
+            raise argparse.ArgumentTypeError(f"{word!r}; allowed: {', '.join(VARIANTS)}")
+    return chosen
+
+
 def _measure(
     options: argparse.Namespace, arguments: list[str], say: Callable[[str], None]
 ) -> dict[str, Any]:
@@ -204,8 +213,8 @@ def _measure(
         if options.device is not None:
             from device.benchmark import device_benchmark  # which needs torch
 
-            disk = measure(where, _DISK_BYTES, say)
-            results["disk"] = disk.as_dict()
+            disk = measure(where, _DISK_BYTES)
+            results["disk"] = asdict(disk)
             sections = [
                 device_benchmark(
                     options.device,
@@ -221,7 +230,7 @@ def _measure(
             ]
         else:
             sections = [_section(what, options, where, say) for what in options.what or _KINDS]
-            results["disk"] = measure(where, _DISK_BYTES, say).as_dict()
+            results["disk"] = asdict(measure(where, _DISK_BYTES))
     return results | {"sections": sections}
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from backstash import Disk, Stash
-from backstash.cli._arguments import by_rank, directory, limit
+from backstash.cli._arguments import by_rank, directory, size
 from backstash.errors import UsageError
 from backstash.launcher import of_this_rank, this_rank
 from test_distributed import needs_gloo
@@ -94,7 +94,7 @@ def test_without_a_launcher_the_rank_is_that_of_the_process_group(
 
 @pytest.mark.usefixtures("rank_5")
 def test_on_the_command_line(tmp_path: Path) -> None:
-    read = by_rank(limit)
+    read = by_rank(size("unlimited"))
     assert [read(text) for text in ("1GiB", "0:1GiB,5:2MiB", "0-4:1GiB, 5-7:unlimited")] == [
         1 << 30,
         2 * MIB,
@@ -114,4 +114,4 @@ def test_on_the_command_line_without_a_launcher(monkeypatch: pytest.MonkeyPatch)
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(argparse.ArgumentTypeError, match="this process has no rank; allowed: one"):
-        by_rank(limit)("0:1GiB")
+        by_rank(size("unlimited"))("0:1GiB")

@@ -1,6 +1,6 @@
 """The command line as a whole: help, version, and what happens to a word it does not know."""
 
-import io
+import json
 import os
 import shlex
 import subprocess
@@ -14,25 +14,17 @@ import torch
 import backstash
 from backstash.cli import _session, main
 from backstash.cli._advice import advice, next_step
-from backstash.cli._progress import ProgressLine
 from backstash.cli._summary import outcome, summary
 
 COMMANDS = ("run", "summary", "profile", "plan", "doctor", "bench")
-
-
-@pytest.mark.parametrize("command", [[], ["run"], ["summary"], ["doctor"], ["bench"]])
-def test_help_has_examples(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*command, "--help"]) == 0
-    text = capsys.readouterr().out
-    assert "examples:" in text
-    assert text.count("backstash") > 2
 
 
 def test_without_a_command_help_is_printed_and_the_status_says_so(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main([]) == 2
-    assert "commands:" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "commands:" in text and "examples:" in text
 
 
 @pytest.mark.parametrize(
@@ -46,12 +38,11 @@ def test_without_a_command_help_is_printed_and_the_status_says_so(
         ("run", "backstash run train.py"),
         ("plan", "backstash plan train.py"),
         ("run -m", "backstash run -m package.train"),
-        ("run tarin.py", "backstash run train.py"),
-        ("run nothing", "backstash run --help"),
-        ("run --budget", "--budget 6GiB"),
+        ("run nothing", "torchrun ... -m backstash run ... SCRIPT"),
+        ("run --budget", "backstash run --help"),
         ("run --budget 6 train.py", "6GiB"),
         ("plan --budget 4,6 train.py", "4GiB"),
-        ("run --disk", "--disk /scratch"),
+        ("plan --budget 4GiB,half train.py", "backstash plan --help"),
         ("run --disk new/scratch train.py", "mkdir -p new/scratch"),
         ("run --disk train.py train.py", "backstash run --help"),
         ("doctor new", "mkdir -p new"),
@@ -78,8 +69,8 @@ def test_a_misspelt_option_is_answered_with_the_one_that_was_meant(
 ) -> None:
     assert main(["run", "--bugdet", "6GiB", "train.py"]) == 2
     assert "unknown argument '--bugdet'; did you mean --budget? " in capsys.readouterr().err
-    assert main(["run", "-malloc", "tbb", "train.py"]) == 2  # no module `alloc`
-    assert "unknown argument '-malloc'; did you mean --malloc? " in capsys.readouterr().err
+    assert main(["run", "-mtrain"]) == 2
+    assert "unknown argument '-mtrain'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -87,14 +78,12 @@ def test_a_misspelt_option_is_answered_with_the_one_that_was_meant(
     [
         (
             "run train.py --lr 1 --budget 6GiB --x",
-            "--budget after train.py is given to the script; for backstash: "
-            "`backstash run --budget 6GiB train.py --lr 1 --x`",
+            "--budget after train.py goes to the script; options for backstash come before train.py",
         ),
-        ("run -m train --disk=.", "`backstash run --disk=. -m train`"),
+        ("run -m train --disk=.", "--disk after train goes to the script"),
         (
             "run --disk . train.py --budget 6GiB --x --malloc=none",
-            "--budget and --malloc after train.py are given to the script; for backstash: "
-            "`backstash run --disk . --budget 6GiB --malloc=none train.py --x`",
+            "--budget and --malloc after train.py goes to the script",
         ),
         ("run --quiet train.py --budget 6GiB", ""),
         ("run train.py --lr 1", ""),
@@ -112,15 +101,22 @@ def test_an_option_after_the_script_is_the_script_s_and_is_noted(
     given = []
     monkeypatch.setattr("backstash.cli.run.replace_process", lambda *args: given.append(args[1]))
     main(shlex.split(line))
-    assert given == [line.partition("train")[2].removeprefix(".py").split()]
+    ((_, *arguments),) = (script.words for script in given)
+    assert arguments == line.partition("train")[2].removeprefix(".py").split()
     error = capsys.readouterr().err
     assert noted in error and bool(error) == bool(noted)
 
 
-def test_help_about_a_command_is_the_command_s_own(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_about_a_command_is_the_command_s_own_with_examples(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["--help"]) == 0
+    overview = capsys.readouterr().out
     for command in COMMANDS:
         assert main([command, "--help"]) == 0
         own = capsys.readouterr().out
+        assert "examples:" in own and own.count(f"backstash {command}") > 1
+        assert f"\n  {command} " in overview
         assert main(["help", command]) == 0
         assert capsys.readouterr().out == own
 
@@ -138,76 +134,59 @@ def test_python_m_backstash_is_the_command() -> None:
 
 
 WITHOUT_TORCH = """
-import os, sys
+import json, os, sys
 from backstash.cli import main
 
 def started(*_):
     raise SystemExit(0)
 
 os.execve = started
-status = main(sys.argv[1:])
-assert "torch" not in sys.modules
-print("status", status)
+statuses = {}
+for line in json.loads(sys.argv[1]):
+    statuses[line] = main(line.split())
+    assert "torch" not in sys.modules, line
+print(json.dumps(statuses), file=open("statuses.json", "w"))
 """
 
 
-@pytest.mark.parametrize(
-    ("arguments", "status"),
-    [
-        ("", 2),
-        ("--help", 0),
-        ("--version", 0),
-        ("rum", 2),
-        *[(f"{command} --help", 0) for command in COMMANDS],
-        *[(f"{command} --no-such-option", 2) for command in COMMANDS],
-        ("summary", 2),
-        ("summary missing.json", 2),
-        ("run --keep 1GiB train.py", 2),
-        ("run --host 1GiB train.py", 2 if torch.__version__.endswith("+cpu") else 0),
-        ("run --disk . --keep 2Q train.py", 2),
-        ("run --disk . missing.py", 2),
-        ("run --disk . --malloc fast train.py", 2),
-        ("run --disk . train.py 3", 0),
-        ("profile missing.py", 2),
-        ("profile train.py", 0),
-        ("plan --budget half train.py", 2),
-        ("plan --disk . train.py", 0),
-        ("doctor missing", 2),
-        ("doctor --bytes 2Q", 2),
-        ("bench gpt --repeats 0", 2),
-        ("bench nothing", 2),
-        ("bench --device cuda gpt", 2),
-        ("bench --table missing.json", 2),
-        ("help plan", 0),
-    ],
-)
-def test_no_torch_is_imported_before_it_is_needed(
-    tmp_path: Path, arguments: str, status: int
-) -> None:
+def test_no_torch_is_imported_before_it_is_needed(tmp_path: Path) -> None:
     """Importing it takes longer than all else that these do."""
+    lines = dict(
+        [
+            ("", 2),
+            ("--help", 0),
+            ("--version", 0),
+            ("rum", 2),
+            *[(f"{command} --help", 0) for command in COMMANDS],
+            *[(f"{command} --no-such-option", 2) for command in COMMANDS],
+            ("summary", 2),
+            ("summary missing.json", 2),
+            ("run --keep 1GiB train.py", 2),
+            ("run --host 1GiB train.py", 0),
+            ("run --disk . --keep 2Q train.py", 2),
+            ("run --disk . missing.py", 2),
+            ("run --disk . --malloc fast train.py", 2),
+            ("run --disk . train.py 3", 0),
+            ("profile missing.py", 2),
+            ("profile train.py", 0),
+            ("plan --budget half train.py", 2),
+            ("plan --disk . train.py", 0),
+            ("doctor missing", 2),
+            ("doctor --bytes 2Q", 2),
+            ("bench gpt --repeats 0", 2),
+            ("bench nothing", 2),
+            ("bench --device cuda gpt", 2),
+            ("bench --table missing.json", 2),
+            ("help plan", 0),
+        ]
+    )
     (tmp_path / "train.py").write_text("print(1)")
-    command = [sys.executable, "-c", WITHOUT_TORCH, *arguments.split()]
+    command = [sys.executable, "-c", WITHOUT_TORCH, json.dumps([*lines])]
     done = subprocess.run(
         command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
     )
-    assert done.stdout.endswith(f"status {status}\n"), done.stderr
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_progress_is_one_line_on_a_terminal_and_nothing_elsewhere() -> None:
-    terminal, file, log = Terminal(), io.StringIO(), io.StringIO()
-    for stream, lines in ((terminal, False), (file, False), (log, True)):
-        with ProgressLine(stream, lines=lines) as progress:
-            progress.say("one")
-            progress.say("two")
-    assert "\n" not in terminal.getvalue()
-    assert terminal.getvalue().endswith("two\r\x1b[K")
-    assert file.getvalue() == ""
-    assert log.getvalue() == "one\ntwo\n"
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "statuses.json").read_text()) == lines
 
 
 def test_outcome_names_how_a_script_ended() -> None:
@@ -243,7 +222,8 @@ def test_summary_is_drawn_from_the_figures() -> None:
     with backstash.Stash() as stash:
         stats = stash.stats().as_json()
     stats |= {"written_bytes": 1 << 20, "eligible_bytes": 2 << 20, "deduplicated_bytes": 3 << 20}
-    stats |= {"left": {"small": {"count": 2, "nbytes": 64}}, "notes": ("no direct I/O",)}
+    left = {"small": {"count": 2, "nbytes": 64}, "torch.func": {"count": 3, "nbytes": 0}}
+    stats |= {"left": left, "notes": ("no direct I/O",)}
     text = summary(
         {
             "stats": stats,
@@ -258,13 +238,13 @@ def test_summary_is_drawn_from_the_figures() -> None:
         },
         verbose=True,
     )
-    assert "host memory" not in text and "device " not in text
+    assert "device " not in text and "host_peak_bytes" not in text
     for words in (
-        "to disk    1.00 MiB",
-        "1.00 MiB, 50% of the 2.00 MiB that could move",
-        "another 3.00 MiB was saved a second time and needed no second move",
+        "eligible_bytes         2.00 MiB",
+        "deduplicated_bytes     3.00 MiB",
+        "written_bytes          1.00 MiB",
         "stayed     64 B in 2 saves: small",
-        "3, 0.25 s each in the median",
+        "stayed     3 saves: torch.func",
         "5.00 MiB of the process at most, 4.00 MiB over the start; 1.5 s, finished",
         "none: asked to",
         "note: a note",
@@ -308,7 +288,7 @@ MOVED = {"written_bytes": 900 << 20, "disk_peak_bytes": 200 << 20, "stall_second
         ),
         (
             figures_of(**MOVED | {"disk_peak_bytes": 4 << 20}),
-            "peak 600 MiB; little was moved: 4.00 MiB at once at most",
+            "peak 600 MiB; 4.00 MiB at once at most was moved out of memory",
         ),
         (
             figures_of(recomputed_bytes=99 << 20),
@@ -324,7 +304,7 @@ MOVED = {"written_bytes": 900 << 20, "disk_peak_bytes": 200 << 20, "stall_second
         ),
         (
             figures_of(notes=("kept in memory: the disk is full",), keep_peak_bytes=50 << 20),
-            "peak 600 MiB; hardly anything was moved: kept in memory: the disk is full",
+            "peak 600 MiB; nothing was moved: kept in memory: the disk is full",
         ),
         (
             figures_of(keep_peak_bytes=50 << 20),
@@ -340,7 +320,7 @@ MOVED = {"written_bytes": 900 << 20, "disk_peak_bytes": 200 << 20, "stall_second
 def test_the_first_line_says_whether_it_was_worth_it(figures: dict[str, Any], said: str) -> None:
     first, *others = summary(figures).splitlines()
     assert first == f"backstash: {said}" and len(others) == 2
-    assert len(summary(figures, verbose=True).splitlines()) >= 8
+    assert len(summary(figures, verbose=True).splitlines()) >= 7
 
 
 @pytest.mark.parametrize(
@@ -425,17 +405,6 @@ def test_a_failure_is_followed_by_its_notes() -> None:
     assert second == "backstash: note: step 3 ran out of device memory: run it again"
 
 
-def test_the_summary_speaks_the_command_line_s_words() -> None:
-    reasons = ("no tier below: give disk=", "smaller than min_bytes", "no tier below: give host=")
-    left = {reason: {"count": 2, "nbytes": 64} for reason in reasons}
-    left |= {"torch.func.grad": {"count": 3, "nbytes": 0}}
-    text = summary(figures_of(left=left), verbose=True)
-    assert "64 B in 2 saves: no tier below: give --disk DIR" in text
-    assert "give --host SIZE" in text and "smaller than --min-bytes" in text
-    assert "stayed     3 times: torch.func.grad" in text
-    assert "disk=" not in text and "host=" not in text
-
-
 def test_summary_of_an_accelerator_says_what_is_in_host_memory_and_what_the_device_held() -> None:
     with backstash.Stash() as stash:
         stats = stash.stats().as_json()
@@ -457,15 +426,9 @@ def test_summary_of_an_accelerator_says_what_is_in_host_memory_and_what_the_devi
         "settings": run_of()["settings"],
     }
     text = summary(figures, verbose=True)
-    assert "moved      1.00 MiB" in text and "to disk" not in text
-    assert "0 B kept, 256 MiB in host memory, 0 B on disk" in text
+    assert "host_peak_bytes        256 MiB" in text and "disk_peak_bytes" not in text
     assert "device     cuda:0: 7.00 MiB at most" in text
     assert "device     cuda:1: 8.00 MiB at most" in text
-    other = figures | {"devices": {"cuda:1": 32 << 20, "cuda:2": 1}, "file": "plain.json"}
-    text = summary(figures, other, verbose=True)
-    assert "device     cuda:0: 7.00 MiB at most\n" in text
-    assert "device     cuda:1: 8.00 MiB at most, 25% of the other run's" in text
-    assert "cuda:2" not in text
 
 
 @pytest.mark.parametrize(
@@ -516,26 +479,31 @@ def test_what_devices_held_is_of_those_that_count(monkeypatch: pytest.MonkeyPatc
     assert _session._device_peaks() == {"meta:2": 2}
 
 
-@pytest.mark.parametrize("command", [["--version"], ["run", "--quiet", "script.py"]])
-def test_no_word_of_numpy_where_it_is_not_installed(command: list[str], tmp_path: Path) -> None:
+def test_numpy_that_is_not_installed_is_as_in_plain_python(tmp_path: Path) -> None:
     missing = tmp_path / "numpy"
     missing.mkdir()
     (missing / "__init__.py").write_text("raise ModuleNotFoundError(\"No module named 'numpy'\")")
     (tmp_path / "script.py").write_text("import torch\ntorch.ones(2).exp()\n")
     paths = os.pathsep.join([str(tmp_path), str(Path(backstash.__file__).parents[1])])
-    done = subprocess.run(
-        [sys.executable, "-m", "backstash", *command],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
+
+    def said(*command: str) -> str:
+        done = subprocess.run(
+            [sys.executable, *command],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": paths},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0
+        return done.stderr
+
+    assert said("-m", "backstash", "--version") == ""
+    assert said("-m", "backstash", "run", "--quiet", "script.py") == said("script.py")
 
 
 def test_of_several_notes_the_first_line_has_the_one_that_says_why_nothing_moved() -> None:
     first, *_, last = summary(
         figures_of(notes=("a tmpfs", "kept in memory: it is full"))
     ).splitlines()
-    assert first.endswith("hardly anything was moved: kept in memory: it is full")
+    assert first.endswith("nothing was moved: kept in memory: it is full")
     assert last == "backstash: note: a tmpfs"

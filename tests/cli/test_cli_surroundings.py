@@ -90,7 +90,6 @@ AFTER = {
     "descriptors": "the unnamed file, and a pipe for SIGTERM",
     "threads": "the worker threads of the disk",
     "hooks.1": "threads that start are held, too",
-    "main.__warningregistry__": "a count: a filter was set for what torch's import says without NumPy",
 }
 
 
@@ -268,6 +267,8 @@ def test_many_arguments(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("started_with", "options"),
     [
+        (["-m", "backstash", "run", "s.py"], []),
+        (["-Wignore", "-I", "/venv/bin/backstash", "run", "-u"], ["-Wignore", "-I"]),
         (["-um", "backstash", "run", "s.py"], ["-u"]),
         (["-Im", "backstash", "run", "-v", "s.py"], ["-I"]),
         (["-Immodule"], ["-I"]),
@@ -281,7 +282,9 @@ def test_many_arguments(tmp_path: Path) -> None:
         (["--check-hash-based-pycs", "never", "-m", "x"], ["--check-hash-based-pycs", "never"]),
     ],
 )
-def test_options_in_one_word(started_with: list[str], options: list[str]) -> None:
+def test_the_interpreter_s_own_options_are_passed_on(
+    started_with: list[str], options: list[str]
+) -> None:
     assert interpreter_options(started_with) == options
 
 
@@ -358,14 +361,10 @@ def test_a_script_that_closes_stderr(tmp_path: Path, script: str) -> None:
 
 
 @takes_long
-@pytest.mark.parametrize(
-    "first",
-    mostly_long(["", "import signal\nsignal.signal(signal.SIGPIPE, signal.SIG_DFL)\n"], ""),
-)
-def test_a_reader_of_stderr_that_went_away(tmp_path: Path, first: str) -> None:
+def test_a_reader_of_stderr_that_went_away(tmp_path: Path) -> None:
     write(
         tmp_path / "script.py",
-        f"{first}import torch, time, os\nwhile not os.path.exists('gone'): time.sleep(0.01)",
+        "import torch, time, os\nwhile not os.path.exists('gone'): time.sleep(0.01)",
     )
     read, writing = os.pipe()
     command = [*RUN.split(), "--json", "run.json", "script.py"]
@@ -536,38 +535,23 @@ time.sleep(60)
     ("arguments", "words"),
     [
         (["."], "'.' is a directory without a __main__.py; allowed: a Python file, or -m MODULE"),
-        (
-            ["python", "-u", "x.py"],
-            "leave out 'python': the script runs in the Python that runs backstash",
-        ),
-        (["python", "x.py"], "backstash run [OPTION ...] x.py"),
-        ([sys.executable, "x.py"], "leave out '"),
-        (["torchrun", "x.py"], "torchrun ... -m backstash run ... SCRIPT"),
-        (["-m", "torch.distributed.run", "x.py"], "torchrun ... -m backstash run ... SCRIPT"),
-        (["accelerate", "launch", "x.py"], "accelerate launch ... -m backstash run ... SCRIPT"),
-        (["/x/bin/accelerate", "launch", "x.py"], "goes in front of backstash"),
-        (["deepspeed", "x.py"], "deepspeed ... --module backstash run ... SCRIPT"),
-        (["srun", "x.py"], "srun ... backstash run ... SCRIPT"),
-        (["uv", "run", "x.py"], "uv run backstash run ... SCRIPT"),
-        (["/bin/true"], "'/bin/true' is a program, not a script"),
+        (["python", "x.py"], "no script 'python'; allowed: a Python file, or -m MODULE"),
+        (["torchrun", "x.py"], "(`torchrun ... -m backstash run ... SCRIPT`)"),
     ],
 )
-def test_what_is_no_script_is_refused_with_the_right_order(
+def test_what_is_no_script_is_refused(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     arguments: list[str],
     words: str,
 ) -> None:
-    write(tmp_path / "x.py", "print('ran')")
     monkeypatch.chdir(tmp_path)
     for command in (["run", "--disk", "."], ["profile"]):
         assert main([*command, *arguments]) == 2
         error = capsys.readouterr().err
-        assert (
-            error.count("\n") == 1
-            and words.replace("backstash run", f"backstash {command[0]}") in error
-        )
+        assert error.count("\n") == 1
+        assert words.replace("backstash run", f"backstash {command[0]}") in error
 
 
 @pytest.mark.parametrize("keep", ["1GiB", "auto", "0"])
@@ -582,7 +566,7 @@ def test_a_budget_with_nothing_below_it_is_refused(
     ended = under_stash(["x.py"], tmp_path, "--keep", keep, "--host", "1GiB")
     assert (ended.returncode, ended.stdout) == (2, "")
     assert ended.stderr == (
-        "backstash run: --host 1.00GiB is for the tensors of an accelerator, and this PyTorch was built "
+        "backstash run: --host is for the tensors of an accelerator, and this PyTorch was built "
         "without one; give --disk DIR, for example `--disk /scratch`\n"
     )
 

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from importlib import import_module
 
 __all__ = ["main"]
@@ -66,29 +65,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(_help(), end="")
         return 0 if arguments else 2
     if command in ("-V", "--version"):
-        with _without_numpy():
-            print(_versions())
+        print(_versions())
         return 0
     if command not in _COMMANDS:
         print(f"backstash: {_unknown(arguments)}", file=sys.stderr)
         return 2
-    with _without_numpy():
-        return _call(command, arguments[1:])
-
-
-@contextmanager
-def _without_numpy() -> Iterator[None]:
-    """Ignore torch's warning that NumPy is not installed: no command uses NumPy."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
-        yield
-
-
-def _call(command: str, arguments: list[str]) -> int:
+    # torch warns where NumPy is not installed, and no command uses it.
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
     from ..errors import StashError
 
     try:
-        status = import_module(f".{command}", __name__).main(arguments)
+        status = import_module(f".{command}", __name__).main(arguments[1:])
     except StashError as error:
         print(f"backstash {command}: {error}", file=sys.stderr)
         return 2

@@ -15,28 +15,21 @@ that it runs in.
 
 from __future__ import annotations
 
-import glob
 import os
 import platform
-import subprocess
+import site
 import sys
 import sysconfig
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 
-__all__ = ["CHOICES", "INSTALL_HINT", "Allocator", "choose", "find", "is_loaded", "preloaded"]
+__all__ = ["CHOICES", "INSTALL_HINT", "Allocator", "choose", "find", "preloaded"]
 
 _FILES = {
-    "tcmalloc": (
-        "libtcmalloc_minimal.so.4",
-        "libtcmalloc.so.4",
-        "libtcmalloc_minimal.so",
-        "libtcmalloc.so",
-    ),
-    "jemalloc": ("libjemalloc.so.2", "libjemalloc.so"),
-    "mimalloc": ("libmimalloc.so.3", "libmimalloc.so.2", "libmimalloc.so"),
-    "tbb": ("libtbbmalloc_proxy.so.2", "libtbbmalloc_proxy.so"),
+    "tcmalloc": ("libtcmalloc_minimal.so.4", "libtcmalloc.so.4"),
+    "jemalloc": ("libjemalloc.so.2",),
+    "mimalloc": ("libmimalloc.so.3", "libmimalloc.so.2"),
+    "tbb": ("libtbbmalloc_proxy.so.2",),
 }
 # A library in the same directory that has to be preloaded first, because the loader might not find it.
 _PRELOADED_FIRST = {"tbb": "libtbbmalloc.so.2"}
@@ -84,14 +77,6 @@ class Allocator:
     environment: Mapping[str, str] = field(default_factory=dict)
     """The environment variables that select it; set them before the process starts."""
 
-    def as_dict(self) -> dict[str, object]:
-        """Return the fields as plain values, for JSON."""
-        return asdict(self)
-
-    def __str__(self) -> str:
-        where = f" ({self.library})" if self.library else ""
-        return f"{self.kind}{where}: {self.reason}"
-
 
 def choose(
     asked: str, environ: Mapping[str, str], installed: Mapping[str, str], libc: str | None = None
@@ -122,20 +107,18 @@ def choose(
     if asked == "auto" and "tcmalloc" in installed:
         return _preload("tcmalloc", installed["tcmalloc"], environ)
     if asked == "auto":
-        huge = {name: value for name, value in _HUGE_TENSORS.items() if name not in environ}
-        return Allocator("own", _WHY["own"], "", huge)
+        return Allocator("own", _WHY["own"], "", _huge_pages(environ))
     return _tuned_glibc(environ)
 
 
 def _preload(kind: str, library: str, environ: Mapping[str, str]) -> Allocator:
-    first = (
-        os.path.join(os.path.dirname(library), _PRELOADED_FIRST[kind])
-        if kind in _PRELOADED_FIRST
-        else ""
-    )
-    value = ":".join(filter(None, (first, library, environ.get("LD_PRELOAD", ""))))
-    huge = {name: value for name, value in _HUGE_TENSORS.items() if name not in environ}
-    return Allocator(kind, _WHY[kind], library, {"LD_PRELOAD": value, **huge})
+    before = environ.get("LD_PRELOAD", "")
+    value = ":".join([*_libraries(kind, library), *([before] if before else [])])
+    return Allocator(kind, _WHY[kind], library, {"LD_PRELOAD": value, **_huge_pages(environ)})
+
+
+def _huge_pages(environ: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in _HUGE_TENSORS.items() if name not in environ}
 
 
 def _tuned_glibc(environ: Mapping[str, str]) -> Allocator:
@@ -158,52 +141,38 @@ def _missing(asked: str, installed: Mapping[str, str]) -> str:
 def preloaded(environ: Mapping[str, str]) -> str:
     """Return the kind of allocator that ``LD_PRELOAD`` in ``environ`` already names; ``""`` for none."""
     files = environ.get("LD_PRELOAD", "").replace(":", " ").split()
+    names = [os.path.basename(file) for file in files]
     return next(
-        (kind for kind in _FILES for file in files if _mark(kind) in f"/{os.path.basename(file)}"),
-        "",
+        (kind for kind in _FILES if any(name.startswith(f"lib{kind}") for name in names)), ""
     )
-
-
-def _mark(kind: str) -> str:
-    """Return the part of a library's path that identifies its kind, whatever the version."""
-    return "/libtbbmalloc_proxy" if kind == "tbb" else f"/lib{kind}"
-
-
-def is_loaded(kind: str, maps: Path = Path("/proc/self/maps")) -> bool:
-    """Whether this process has mapped the library of ``kind``; the loader skips one that it cannot use."""
-    try:
-        return _mark(kind) in maps.read_text()
-    except OSError:
-        return False
 
 
 def find(directories: Iterable[str] | None = None) -> dict[str, str]:
     """Return the allocators that a process of this interpreter can preload, kind to file.
 
     Args:
-        directories: where to look, in order; ``None``: the interpreter's own library directory (where conda
-            puts them), where pip puts tbb's, what ``ldconfig`` lists, and the usual system directories. A
-            directory whose path contains a space or a colon is skipped: these separate the entries of
-            ``LD_PRELOAD``.
+        directories: where to look, in order; ``None``: the library directories of the environment and of the
+            user (where conda puts them, and pip puts tbb's), and the usual ones of the system. A directory
+            whose path contains a space or a colon is skipped: these separate the entries of ``LD_PRELOAD``.
     """
     where = list(_directories() if directories is None else directories)
-    mine = _elf_kind(sys.executable)
     found = {}
     for kind, names in _FILES.items():
         paths = (os.path.join(directory, name) for name in names for directory in where)
-        path = next((path for path in paths if _is_usable(kind, path, mine)), None)
+        path = next((path for path in paths if _is_usable(kind, path)), None)
         if path is not None:
             found[kind] = path
     return found
 
 
-def _is_usable(kind: str, path: str, machine: bytes) -> bool:
-    needed = [path]
-    if kind in _PRELOADED_FIRST:
-        needed.append(os.path.join(os.path.dirname(path), _PRELOADED_FIRST[kind]))
-    return not set(path) & set(" :") and all(
-        os.path.isfile(file) and _elf_kind(file) == machine for file in needed
-    )
+def _is_usable(kind: str, path: str) -> bool:
+    return not set(path) & set(" :") and all(map(os.path.isfile, _libraries(kind, path)))
+
+
+def _libraries(kind: str, path: str) -> list[str]:
+    """Return the files to preload for the library at ``path``, in order."""
+    first = _PRELOADED_FIRST.get(kind)
+    return [path] if first is None else [os.path.join(os.path.dirname(path), first), path]
 
 
 def _directories() -> list[str]:
@@ -215,37 +184,5 @@ def _directories() -> list[str]:
         "/usr/local/lib",
         "/usr/lib",
     ]
-    own = os.path.join(sys.prefix, "lib")
-    listed = [own, *_next_to_site_packages(), *_cached_by_the_loader(), *usual]
-    return list(dict.fromkeys(listed))
-
-
-def _next_to_site_packages() -> list[str]:
-    """Return where pip put tbb's libraries: PREFIX/lib for PREFIX/lib/pythonX/site-packages, else
-    TARGET/lib."""
-    return [
-        os.path.normpath(os.path.join(entry, *to_lib))
-        for entry in sys.path
-        if glob.glob(os.path.join(glob.escape(entry), "tbb-*.dist-info"))
-        for to_lib in (("..", ".."), ("lib",))
-    ]
-
-
-def _cached_by_the_loader() -> list[str]:
-    for program in ("/sbin/ldconfig", "/usr/sbin/ldconfig", "ldconfig"):
-        try:
-            listing = subprocess.run(
-                [program, "-p"], capture_output=True, text=True, check=True
-            ).stdout
-        except (OSError, subprocess.CalledProcessError):
-            continue
-        files = (line.rpartition(" => ")[2] for line in listing.splitlines() if " => " in line)
-        return list(dict.fromkeys(os.path.dirname(file) for file in files))
-    return []
-
-
-def _elf_kind(path: str) -> bytes:
-    """Return word size, byte order and machine of an ELF file; a library's must equal its process's."""
-    with open(path, "rb") as file:
-        header = file.read(20)
-    return header[4:6] + header[18:20] if header[:4] == b"\x7fELF" else b""
+    installed = (sys.prefix, site.getuserbase(), sys.base_prefix)
+    return [*(os.path.join(prefix, "lib") for prefix in installed), *usual]

@@ -12,38 +12,27 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from ..errors import SizeError
 from ..launcher import this_rank
-from ..units import format_bytes, parse_bytes
+from ..scratch import scratch
+from ..units import parse_bytes
 
 __all__ = [
     "Parser",
     "alike",
     "by_rank",
     "directory",
-    "limit",
-    "memory",
     "new_file",
     "recompute_option",
+    "scratch_directory",
     "size",
-    "without_accelerator",
-    "words",
 ]
 
 _Value = TypeVar("_Value")
+_LEAST_BARE_BYTES = 4096  # a smaller number probably lacks its unit
 _OF_RANKS = re.compile(r"(\d+)(?:-(\d+))?:(.+)")
-_EXAMPLE_OF = {
-    "SIZE": "6GiB",
-    "A,B,...": "4GiB,8GiB",
-    "DIR": "/scratch",
-    "FILE": "out.json",
-    "OUT.html": "out.html",
-    "N": "3",
-    "KEY,...": "plain,stash",
-    "DEVICE": "cuda",
-}
 
 
 class Parser(argparse.ArgumentParser):
@@ -63,12 +52,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print ``message`` as one line on stderr, with a command to type next, and exit with status 2."""
-        if lacks := re.fullmatch(r"argument (--[\w-]+): expected one argument", message):
-            metavar = str(self._option_string_actions[lacks[1]].metavar)
-            example = f"`{lacks[1]} {_EXAMPLE_OF.get(metavar, metavar)}`"
-            message = f"{lacks[1]} is followed by a value, {metavar}; for example {example}"
-        elif "`" not in message:
-            message = f"{message}; `{self.prog} --help` has examples"
+        if "`" not in message:
+            message = f"{message.removeprefix('argument ')}; `{self.prog} --help` has examples"
         print(f"{self.prog}: {message}", file=sys.stderr)
         raise SystemExit(2)
 
@@ -81,10 +66,6 @@ class Parser(argparse.ArgumentParser):
             meant = f"did you mean --{meant}? " if meant else ""
             self.error(f"unknown argument {unknown[0]!r}; {meant}options: {', '.join(names)}")
         return options
-
-    def actions(self) -> list[argparse.Action]:
-        """Return all options and positional arguments, in order."""
-        return self._actions
 
     def options(self) -> list[str]:
         """Return the long names of all options."""
@@ -106,39 +87,27 @@ def alike(word: str, known: Sequence[str]) -> str:
     return next(iter(get_close_matches(word, known, n=1, cutoff=0.6)), "")
 
 
-def without_accelerator(host: int | str | None) -> str:
-    """Return the error for ``--host`` if nothing is below it and PyTorch has no accelerator."""
-    value = "unlimited" if host is None else host if isinstance(host, str) else format_bytes(host)
-    return (
-        f"--host {value.replace(' ', '')} is for the tensors of an accelerator, and this PyTorch was built "
-        "without one; give --disk DIR, for example `--disk /scratch`"
-    )
+def size(*words: str, needs_unit: bool = False) -> Callable[[str], Any]:
+    """Return a parser of a size, such as ``"512MiB"``, in bytes.
 
+    Args:
+        words: returned as they are, but ``"unlimited"`` as ``None``.
+        needs_unit: refuse a small number without a unit.
+    """
 
-def size(text: str) -> int:
-    """Return an option's value, such as ``"512MiB"``, in bytes."""
-    try:
-        return parse_bytes(text)
-    except SizeError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+    def parse(text: str) -> int | str | None:
+        if text in words:
+            return None if text == "unlimited" else text
+        try:
+            nbytes = parse_bytes(text)
+        except SizeError as error:
+            others = "".join(f', or "{word}"' for word in words)
+            raise argparse.ArgumentTypeError(f"{error}{others}") from None
+        if needs_unit and text.isdigit() and 0 < nbytes < _LEAST_BARE_BYTES:
+            raise argparse.ArgumentTypeError(f"{text} is {nbytes} bytes; with a unit: `{text}GiB`")
+        return nbytes
 
-
-def memory(text: str) -> int:
-    """Like :func:`size`, for the memory of a process: a small number without a unit is an error."""
-    nbytes = size(text)
-    if text.isdigit() and nbytes < 1 << 20:
-        raise argparse.ArgumentTypeError(f"{text} is {nbytes} bytes; with a unit: `{text}GiB`")
-    return nbytes
-
-
-def limit(text: str) -> int | None:
-    """Like :func:`size`; ``"unlimited"`` is ``None``."""
-    if text == "unlimited":
-        return None
-    try:
-        return parse_bytes(text)
-    except SizeError as error:
-        raise argparse.ArgumentTypeError(f'{error}, or "unlimited"') from None
+    return parse
 
 
 def directory(text: str) -> str:
@@ -154,6 +123,18 @@ def directory(text: str) -> str:
             f"{text!r} is not writable; allowed: an existing, writable directory"
         )
     return path
+
+
+def scratch_directory(parser: Parser) -> tuple[str, str]:
+    """Return a directory for what moves where none was given, and a sentence about it."""
+    found = scratch()
+    if found is None:
+        parser.error(
+            "no directory on a disk was found to move to ($TMPDIR or /tmp, /scratch, /var/tmp and the working "
+            "directory were tried); give --disk DIR"
+        )
+    path, why = found
+    return path, f"what moves goes to {path} ({why}); --disk DIR names another"
 
 
 def new_file(text: str) -> str:
@@ -197,19 +178,6 @@ def by_rank(parse: Callable[[str], _Value]) -> Callable[[str], _Value]:
         raise argparse.ArgumentTypeError(f"{text!r} has nothing for rank {rank}")
 
     return read
-
-
-def words(allowed: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
-    """Return a parser of comma-separated words, each one of ``allowed``."""
-
-    def parse(text: str) -> tuple[str, ...]:
-        chosen = tuple(word.strip() for word in text.split(",") if word.strip())
-        for word in chosen:
-            if word not in allowed:
-                raise argparse.ArgumentTypeError(f"{word!r}; allowed: {', '.join(allowed)}")
-        return chosen
-
-    return parse
 
 
 def recompute_option(parser: Parser) -> None:

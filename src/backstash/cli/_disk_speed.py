@@ -9,8 +9,8 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 
 from ..stores import Disk, Slot
 
@@ -40,18 +40,13 @@ class DiskSpeed:
     notes: tuple[str, ...]
     """The store's fallbacks, with reasons."""
 
-    def as_dict(self) -> dict[str, object]:
-        """Return the fields as plain values, for JSON."""
-        return asdict(self)
 
-
-def measure(directory: str, nbytes: int, say: Callable[[str], None]) -> DiskSpeed:
+def measure(directory: str, nbytes: int) -> DiskSpeed:
     """Write, overwrite and read back up to ``nbytes`` in ``directory``, and leave nothing there.
 
     Args:
         directory: an existing, writable directory.
         nbytes: most bytes to write; at least 16 MiB are written.
-        say: called repeatedly with a line of progress.
 
     Raises:
         StashIOError: no file can be created in the directory, or it is full.
@@ -60,9 +55,9 @@ def measure(directory: str, nbytes: int, say: Callable[[str], None]) -> DiskSpee
     try:
         with _random_bytes(_SLOT_BYTES) as address:
             slots = [disk.reserve(_SLOT_BYTES) for _ in range(max(1, nbytes // _SLOT_BYTES))]
-            slots, first = _timed(disk.write, slots, address, disk.threads, "writing", say)
-            slots, again = _timed(disk.write, slots, address, disk.threads, "writing over it", say)
-            slots, read = _timed(disk.read, slots, address, disk.threads, "reading", say)
+            slots, first = _timed(disk.write, slots, address, disk.threads)
+            slots, again = _timed(disk.write, slots, address, disk.threads)
+            slots, read = _timed(disk.read, slots, address, disk.threads)
         unnamed = has_unnamed_files(directory)
         total = len(slots) * _SLOT_BYTES
         return DiskSpeed(total, first, again, read, disk.direct, unnamed, disk.notes)
@@ -84,11 +79,8 @@ def _random_bytes(nbytes: int) -> Iterator[int]:
     """Yield the address of ``nbytes`` of random bytes, which a disk cannot compress, in huge pages if
     possible."""
     memory = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        try:
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:
-            pass
+    with suppress(AttributeError, OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
     for _ in range(nbytes // _HUGE_PAGE_BYTES):
         memory.write(os.urandom(_HUGE_PAGE_BYTES))
     yield ctypes.addressof(ctypes.c_char.from_buffer(memory))
@@ -99,8 +91,6 @@ def _timed(
     slots: list[Slot],
     address: int,
     threads: int,
-    what: str,
-    say: Callable[[str], None],
 ) -> tuple[list[Slot], float]:
     """Move the slots until the time is up; return the moved ones, and bytes per second."""
     started = time.perf_counter()
@@ -110,7 +100,6 @@ def _timed(
         part = slots[at : at + threads]
         _at_once([functools.partial(move, slot, address) for slot in part])
         done += part
-        say(f"{what}: {len(done)} of {len(slots)} x {_SLOT_BYTES >> 20} MiB")
         if time.perf_counter() - started > _MOST_SECONDS:
             break
     return done, len(done) * _SLOT_BYTES / (time.perf_counter() - started)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -13,34 +12,28 @@ from typing import Any
 from ..launcher import Job
 from ._job_summary import job_summary
 from ._rank_files import of_this_machine, pattern
-from ._say import say
+from ._say import say, write
 from ._summary import summary
 
-__all__ = ["undisturbed", "write", "write_results"]
+__all__ = ["undisturbed", "write_results"]
 
 
 def write_results(
     plan: dict[str, Any],
     job: Job,
     figures: dict[str, Any],
-    page: Callable[[], dict[str, Any]] | None,
 ) -> None:
-    """Write this process's files and print its summary, as the plan says.
+    """Write this process's JSON and print its summary, as the plan says.
 
     Args:
         plan: the options of ``backstash run``.
         job: this process's.
         figures: this process's figures, as in its JSON.
-        page: return this process's page, for :func:`backstash.report.render_page`; ``None``: no page.
     """
     if plan["json"] is not None:
-        write("json", job.file(plan["json"]), lambda: json.dumps(figures, indent=2) + "\n")
+        write("backstash run: --json", job.file(plan["json"]), figures)
     if not plan["quiet"]:
         say(_summary(plan, job, figures))
-    if page is not None:
-        from ..report import render_page
-
-        write("report", job.file(plan["report"]), lambda: render_page(page()))
 
 
 def _summary(plan: dict[str, Any], job: Job, figures: dict[str, Any]) -> str:
@@ -61,15 +54,6 @@ def _summary(plan: dict[str, Any], job: Job, figures: dict[str, Any]) -> str:
         if job.local_processes > 1 and not plan["verbose"]:
             own = own.splitlines()[0]
     return f"{own}\n{job.label}: all ranks: {how}" if job.local_rank == 0 else own
-
-
-def write(option: str, path: str, text: Callable[[], str]) -> None:
-    """Write ``text()`` to ``path``; if that fails, print a line that names ``option``."""
-    try:
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(text())
-    except OSError as error:
-        say(f"backstash run: --{option.replace('_', '-')}: {error}")
 
 
 @contextmanager

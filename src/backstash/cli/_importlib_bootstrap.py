@@ -22,7 +22,6 @@ import json
 import os
 import sys
 import types
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.abc import MetaPathFinder
@@ -37,18 +36,6 @@ _OTHER_NAME = "backstash_beside"  # our package's name if the script has its own
 
 class _NotRunnable(Exception):
     """There is no script to run; the message names what was found instead."""
-
-
-@contextmanager
-def _no_word_of_numpy() -> Iterator[None]:
-    """Ignore the warning of torch's import that NumPy is not installed. Filters of torch or the script stay."""
-    warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
-    ours = warnings.filters[0]
-    try:
-        yield
-    finally:
-        if ours in warnings.filters:
-            warnings.filters.remove(ours)  # type: ignore[attr-defined]
 
 
 class _TorchImport(MetaPathFinder):
@@ -80,8 +67,7 @@ class _TorchImport(MetaPathFinder):
             vars(loader).pop("exec_module", None)  # another finder may have called us twice
             self._under_way += 1
             try:
-                with _no_word_of_numpy():
-                    execute(module)
+                execute(module)
             finally:
                 self._under_way -= 1
             if name == "torch":
@@ -117,7 +103,7 @@ class _Run:
             with _variables(self._plan["read_later"]):
                 self._session = session(self._plan)
         except errors.StashError as error:
-            self.refuse(f"backstash {self._plan['name']}: {error}")
+            self.refuse(f"{' '.join(self._plan['command'].split()[:2])}: {error}")
 
     def refuse(self, text: str) -> NoReturn:
         """Exit with status 2 after ``text`` and without a summary: the script itself did not end."""
@@ -142,7 +128,7 @@ class _Run:
                 self._session.end(self._outcome)
             except Exception as problem:  # the summary must not change how the script ends
                 self._say(f"backstash: no summary: {problem!r}")
-        elif not self._plan["quiet"]:
+        elif not self._plan.get("quiet"):
             self._say("backstash: the script did not import torch, nothing was held")
 
     def _part(self, name: str) -> Any:

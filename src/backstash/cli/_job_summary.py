@@ -11,9 +11,8 @@ from ..units import format_bytes
 from ._summary import allocator_line, left_lines
 from ._verdict import GOOD_ENDS, largest
 
-__all__ = ["job_summary", "slowest"]
+__all__ = ["job_summary"]
 
-_SAME_PACE = 0.02  # of a step's time: ranks that wait for one another in each step differ by less
 _COLUMNS = ("rank", "peak", "moved", "came back", "waited", "steps", "a step", "ended")
 _LEFT_ALIGNED = ("peak", "ended")
 
@@ -69,31 +68,18 @@ def _peaks(found: dict[int, dict[str, Any]]) -> str:
     return f"{text}; all peaks add up to {format_bytes(total)}"
 
 
-def slowest(found: dict[int, dict[str, Any]]) -> int:
-    """Return the rank with the longest steps; if they are equal, the one that waited longest for a stash."""
-    paces = {rank: figures["steps"]["median_seconds"] for rank, figures in found.items()}
-    timed = {rank: pace for rank, pace in paces.items() if pace is not None}
-    if timed and max(timed.values()) - min(timed.values()) > _SAME_PACE * max(timed.values()):
-        return max(timed, key=lambda rank: timed[rank])
-    return max(found, key=lambda rank: float(found[rank]["stats"]["stall_seconds"]))
-
-
 def _pace(found: dict[int, dict[str, Any]]) -> str:
-    worst = slowest(found)
-    paces = {rank: figures["steps"]["median_seconds"] for rank, figures in found.items()}
-    timed = [pace for pace in paces.values() if pace is not None]
-    waited = found[worst]["stats"]["stall_seconds"]
-    if paces[worst] is not None and paces[worst] - min(timed) > _SAME_PACE * paces[worst]:
-        return (
-            f"the slowest is rank {worst}: {paces[worst]:.3g} s a step, {min(timed):.3g} s on the fastest; it "
-            f"waited {waited:.2f} s for tensors to move"
-        )
-    pace = f"steps take {max(timed):.3g} s on all; " if timed else ""
-    return (
-        f"{pace}rank {worst} waited longest for tensors to move, {waited:.2f} s"
-        if waited
-        else f"{pace}no rank waited for tensors to move"
+    """Return which rank waited longest, and which has the longest steps; ranks may wait for one another."""
+    waited = {rank: figures["stats"]["stall_seconds"] for rank, figures in found.items()}
+    paces = {rank: figures["steps"]["median_seconds"] or 0.0 for rank, figures in found.items()}
+    longest, slowest = max(waited, key=waited.__getitem__), max(paces, key=paces.__getitem__)
+    text = (
+        f"rank {longest} waited longest for tensors to move, {waited[longest]:.2f} s"
+        if waited[longest]
+        else "no rank waited for tensors to move"
     )
+    step = f"the slowest is rank {slowest}, {paces[slowest]:.3g} s a step; "
+    return f"{step if paces[slowest] else ''}{text}"
 
 
 def _table(found: dict[int, dict[str, Any]]) -> list[str]:

@@ -6,126 +6,97 @@ only on the command line.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from re import fullmatch
 from typing import Any, NoReturn
 
-from ._arguments import Parser, alike
+from ._arguments import Parser
 
-__all__ = ["check", "interpreter_options", "replace_process", "split"]
+__all__ = [
+    "Script",
+    "check",
+    "command_of",
+    "interpreter_options",
+    "read",
+    "replace_process",
+    "script_of",
+]
 
 _SCRIPT = Path(__file__).with_name("_importlib_bootstrap.py")
 _PLAN_VARIABLE = "BACKSTASH_RUN"
-_PYTHON = r"python[\d.]*t?|pypy[\d.]*|ipython"
-# Programs that start a script themselves, and how to combine them with backstash; {} is `backstash run`.
-_IN_FRONT = {
-    r"torchrun|torch\.distributed\.(run|launch)": "torchrun ... -m {} ... SCRIPT",
-    r"accelerate|accelerate\.commands\.launch": "accelerate launch ... -m {} ... SCRIPT",
-    r"deepspeed|deepspeed\.launcher\.runner": "deepspeed ... --module {} ... SCRIPT",
-    r"srun": "srun ... {} ... SCRIPT",
-    r"mpirun|mpiexec": "mpirun ... {} ... SCRIPT",
-    r"uv": "uv run {} ... SCRIPT",
-    r"poetry": "poetry run {} ... SCRIPT",
-    r"conda|mamba": "conda run {} ... SCRIPT",
-}
+# torch reads it at its first allocation. The script and the processes that it starts always see the value from
+# before.
+_READ_LATER = ("THP_MEM_ALLOC_ENABLE",)
 _LONG_WITH_VALUE = "--check-hash-based-pycs"
 
 
-def split(parser: Parser, arguments: list[str]) -> tuple[list[str], bool, list[str]]:
-    """Split a command line into the command's own options and the script.
+@dataclass(frozen=True, slots=True)
+class Script:
+    """The part of a command line that belongs to the script."""
 
-    Returns:
-        The command's options; whether ``-m`` was given; the script or module, and its arguments.
-    """
+    words: list[str]
+    """The script or module, and its arguments; empty if there is none."""
+    is_module: bool
+    """Whether ``-m`` was given."""
+    command: str
+    """The command line as far as the script."""
+
+
+def read(parser: Parser, arguments: Sequence[str]) -> tuple[argparse.Namespace, Script]:
+    """Split a command line into the command's own options and the script."""
     at = 0
     while (
         at < len(arguments)
         and arguments[at].startswith("-")
         and arguments[at] not in ("-m", "--", "-")
-        and not _is_module_in_one_word(parser, arguments[at])
     ):
         at += 2 if parser.takes_value(arguments[at]) else 1
-    own, rest = arguments[:at], arguments[at:]
-    if rest and _is_module_in_one_word(parser, rest[0]):
-        rest = ["-m", rest[0][2:], *rest[1:]]
-    is_module = rest[:1] == ["-m"]
-    return own, is_module, rest[1:] if rest[:1] in (["-m"], ["--"]) else rest
+    words = list(arguments[at:])
+    is_module = words[:1] == ["-m"]
+    if words[:1] in (["-m"], ["--"]):
+        del words[0]
+    before = arguments[: len(arguments) - len(words) + 1]
+    command = f"{parser.prog} {shlex.join(before)}"
+    return parser.read(arguments[:at]), Script(words, is_module, command)
 
 
-def _is_module_in_one_word(parser: Parser, word: str) -> bool:
-    """Whether ``word`` is ``-mMODULE``, as the interpreter accepts it, and not ``-malloc``, an option that
-    lacks a dash."""
-    return fullmatch(r"-m[^\W\d][\w.]*", word) is not None and f"-{word}" not in parser.options()
-
-
-def check(parser: Parser, is_module: bool, rest: list[str]) -> None:
-    """Refuse a target that is not a script or module, and suggest what was perhaps meant."""
-    if not rest:
-        what = f"{parser.prog} {'-m package.train' if is_module else 'train.py'}"
+def check(parser: Parser, script: Script) -> None:
+    """Refuse a target that is not a script or module."""
+    if not script.words:
+        what = f"{parser.prog} {'-m package.train' if script.is_module else 'train.py'}"
         parser.error(f"no script given, as in `{what}`; allowed: {parser.usage}")
-    target = rest[0]
-    for pattern, right in _IN_FRONT.items():
-        if fullmatch(pattern, target if is_module else os.path.basename(target)):
-            words = " ".join(["-m"] * is_module + [target])
-            parser.error(f"{words!r} goes in front of backstash: {right.format(parser.prog)}")
-    if is_module:
+    target = script.words[0]
+    if script.is_module:
         return
-    if fullmatch(_PYTHON, os.path.basename(target)):
-        script = next((each for each in rest[1:] if not each.startswith("-")), "SCRIPT")
-        parser.error(
-            f"leave out {target!r}: the script runs in the Python that runs backstash; "
-            f"allowed: {parser.prog} [OPTION ...] {script}"
-        )
+    allowed = "allowed: a Python file, or -m MODULE"
     if not os.path.exists(target):
-        parser.error(
-            f"no script {target!r}; {_meant(parser, target)}allowed: a Python file, or -m MODULE"
-        )
+        launcher = f"a launcher goes in front (`torchrun ... -m {parser.prog} ... SCRIPT`)"
+        parser.error(f"no script {target!r}; {allowed}; {launcher}")
     if os.path.isdir(target) and not os.path.exists(os.path.join(target, "__main__.py")):
-        parser.error(
-            f"{target!r} is a directory without a __main__.py; allowed: a Python file, or -m MODULE"
-        )
-    if os.path.isfile(target) and _begins_like_a_program(target):
-        parser.error(f"{target!r} is a program, not a script; allowed: a Python file, or -m MODULE")
-
-
-def _meant(parser: Parser, target: str) -> str:
-    """Return a suggestion: the command with an existing script of nearly this name, with or without ``.py``."""
-    folder = os.path.dirname(target)
-    try:
-        there = [name for name in os.listdir(folder or ".") if name.endswith(".py")]
-    except OSError:
-        there = []
-    name = alike(os.path.basename(target), there)
-    script = shlex.quote(os.path.join(folder, name))
-    return f"did you mean `{parser.prog} {script}`? " if name else ""
-
-
-def _begins_like_a_program(path: str) -> bool:
-    try:
-        with open(path, "rb") as file:
-            return file.read(4) == b"\x7fELF"
-    except OSError:  # the interpreter will report it
-        return False
+        parser.error(f"{target!r} is a directory without a __main__.py; {allowed}")
 
 
 def replace_process(
-    plan: dict[str, Any], arguments: list[str], variables: Mapping[str, str]
+    options: Mapping[str, Any],
+    script: Script,
+    session: str,
+    variables: Mapping[str, str] | None = None,
 ) -> NoReturn:
-    """Replace this process by an interpreter that runs ``_importlib_bootstrap.py`` with ``plan``.
+    """Replace this process by an interpreter that runs ``_importlib_bootstrap.py`` with a plan.
 
     Args:
-        plan: plain values; ``arguments`` are added to them later. ``target`` and ``is_module`` say what to
-            run. ``session`` names a module of this package and its class, which gets the plan once torch has
-            been imported. ``restore`` are the variables that the script finds, ``None`` for an unset one;
-            ``read_later`` are those that exist only while torch and the stash read them.
-        arguments: the script's own arguments.
-        variables: added to the environment.
+        options: the command's options, as plain values.
+        script: what to run.
+        session: names a module of this package and its class, which gets the plan once torch has been imported:
+            the options, and what :func:`command_of` and :func:`script_of` read.
+        variables: added to the environment until the script starts.
     """
     for stream in (sys.stdout, sys.stderr):
         if (
@@ -133,16 +104,33 @@ def replace_process(
         ):  # a stream may be missing, or a pipe that no one reads: run the script anyway
             with suppress(OSError, ValueError):
                 stream.flush()
-    options = interpreter_options(sys.orig_argv[1:])
-    script = ["-m", plan["target"]] if plan["is_module"] else [plan["target"]]
+    variables = variables or {}
+    target, *arguments = script.words
+    python = interpreter_options(sys.orig_argv[1:])
     plan = {
-        **plan,
+        **options,
+        "session": session,
+        "target": target,
+        "is_module": script.is_module,
+        "command": script.command,
+        "restore": {name: os.environ.get(name) for name in variables},
+        "read_later": {name: variables[name] for name in _READ_LATER if name in variables},
         "root": str(Path(__file__).resolve().parents[2]),
-        "started": [sys.orig_argv[0], *options, *script],
+        "started": [sys.orig_argv[0], *python, *["-m"] * script.is_module, target],
     }
-    command = [sys.executable, *options, str(_SCRIPT), *arguments]
+    command = [sys.executable, *python, str(_SCRIPT), *arguments]
     environ = {**os.environ, **variables, _PLAN_VARIABLE: json.dumps(plan)}
     os.execve(sys.executable, command, environ)
+
+
+def script_of(plan: Mapping[str, Any]) -> list[str]:
+    """Return the script or module with its arguments, as on the command line."""
+    return [*["-m"] * plan["is_module"], plan["target"], *plan["arguments"]]
+
+
+def command_of(plan: Mapping[str, Any]) -> str:
+    """Return the whole command line."""
+    return " ".join([plan["command"], shlex.join(plan["arguments"])]).rstrip()
 
 
 def interpreter_options(arguments: Sequence[str]) -> list[str]:

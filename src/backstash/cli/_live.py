@@ -1,4 +1,4 @@
-"""Draw the live line of ``backstash run``: bytes per tier, waits and step time, while a script trains.
+"""Draw the live line of ``backstash run``: step time, bytes per tier and waits, while a script trains.
 
 For each tier the line shows the most bytes in the last ten readings, which are five seconds. The latest reading
 alone would flicker, since it depends on whether forward or backward runs.
@@ -21,24 +21,16 @@ from ..places import PLACES
 from ..units import format_bytes
 from ._status_line import StatusLine
 
-__all__ = ["Live", "live_parts", "live_text"]
+__all__ = ["Live", "live_text"]
 
 _EVERY_SECONDS = 0.5
 _RECENT_STEPS = 20
 _LOOKS = 10
-_TIERS = ("keep", "inflight", "ahead", "host", "disk")
-_STYLES = {PLACES[key].label: PLACES[key].dark for key in _TIERS}
-_FIRST_TO_GO = (
-    *(PLACES[key].label for key in ("ahead", "inflight")),
-    "waited",
-    *(PLACES[key].label for key in ("keep", "host", "disk")),
-    "",
-    "step",
-)
+_TIERS = ("keep", "host", "disk")
 
 
 class Live:
-    """A thread that draws the line twice a second while the figures change, until :meth:`stop`.
+    """A thread that draws the line twice a second while the figures change, until :meth:`remove`.
 
     Args:
         stash: the stash whose ``stats()`` are shown.
@@ -57,15 +49,10 @@ class Live:
 
     @staticmethod
     def suits() -> bool:
-        """Whether stderr is a terminal that can clear a line and that the script and the line can share."""
-        stream = sys.stderr
-        if not _is_terminal(stream) or os.environ.get("TERM", "dumb") == "dumb":
-            return False
-        return hasattr(stream, "__dict__") and (
-            sys.stdout is None or hasattr(sys.stdout, "__dict__")
-        )
+        """Whether stderr is a terminal that can clear a line."""
+        return _is_terminal(sys.stderr) and os.environ.get("TERM", "dumb") != "dumb"
 
-    def stop(self) -> None:
+    def remove(self) -> None:
         """Clear the line and end the thread."""
         self._ended.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
@@ -81,68 +68,42 @@ class Live:
                 continue  # the script waits or asks for input: leave the terminal to it
             self._last = now
             looks.append(stats)
-            parts = live_parts(looks, list(self._moments[-_RECENT_STEPS - 1 :]), len(self._moments))
-            self._line.show(live_text(parts, shutil.get_terminal_size().columns))
+            recent, columns = (
+                self._moments[-_RECENT_STEPS - 1 :],
+                shutil.get_terminal_size().columns,
+            )
+            self._line.show(live_text(looks, recent, len(self._moments), columns))
 
 
 def _is_terminal(stream: Any) -> bool:
-    try:
-        return bool(stream.isatty())
-    except (AttributeError, ValueError):  # no stream, one of the script's own, or a closed one
-        return False
+    return type(stream) is io.TextIOWrapper and not stream.closed and stream.isatty()
 
 
-def live_parts(
-    looks: Sequence[Any], recent: Sequence[tuple[float, str]], steps: int
-) -> list[tuple[str, str]]:
-    """Return the names and values of the line; a tier's value is the most bytes that it held in ``looks``.
+def live_text(
+    looks: Sequence[Any], recent: Sequence[tuple[float, str]], steps: int, columns: int
+) -> str:
+    """Return the line, without the last parts if they do not fit into ``columns``. The waits are of a step.
 
     Args:
-        looks: the stash's ``stats()`` of the last seconds, newest last.
+        looks: the stash's ``stats()`` of the last seconds, newest last. Of a tier the line has the most bytes.
         recent: when the last steps ended.
         steps: total number of ended steps.
+        columns: width of the terminal.
     """
-    parts = []
+    shown = ["backstash"]
     if steps:
-        parts.append(("step", str(steps)))
+        shown.append(f"step {steps}")
     if len(recent) > 1:
         ends = [moment for moment, _ in recent]
-        parts.append(("", _seconds(statistics.median(b - a for a, b in pairwise(ends)))))
+        shown.append(_seconds(statistics.median(b - a for a, b in pairwise(ends))))
     for key in _TIERS:
         most = max(getattr(each, f"{key}_bytes") for each in looks)
         if most or key != "host":
-            parts.append((PLACES[key].label, format_bytes(most)))
-    waited = looks[-1].stall_seconds / max(1, steps)
-    return [*parts, ("waited", _seconds(waited) + (" a step" if steps else ""))]
-
-
-def live_text(parts: Sequence[tuple[str, str]], columns: int) -> str:
-    """Return the line, in colour if rich is installed; parts that do not fit into ``columns`` are omitted."""
-    shown = list(parts)
-    for name in _FIRST_TO_GO:
-        if len(_plain(shown)) < columns:
-            break
-        shown = [part for part in shown if part[0] != name]
-    if len(_plain(shown)) >= columns:
-        return ""
-    try:
-        from rich.console import Console
-        from rich.text import Text
-    except ImportError:
-        return _plain(shown)
-    text = Text()
-    text.append("backstash", style="bold")
-    for name, value in shown:
-        text.append("  ")
-        text.append(f"{name} ".lstrip(), style=_STYLES.get(name, "dim"))
-        text.append(value)
-    file = io.StringIO()
-    Console(file=file, force_terminal=True, width=columns).print(text, end="", soft_wrap=True)
-    return file.getvalue()
-
-
-def _plain(parts: Sequence[tuple[str, str]]) -> str:
-    return "  ".join(["backstash", *(f"{name} {value}".lstrip() for name, value in parts)])
+            shown.append(f"{PLACES[key].label} {format_bytes(most)}")
+    shown.append(f"waits {_seconds(looks[-1].stall_seconds / max(1, steps))}")
+    while shown and len("  ".join(shown)) >= columns:
+        shown.pop()
+    return "  ".join(shown)
 
 
 def _seconds(seconds: float) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from .. import __version__
 
-__all__ = ["Machine", "is_torch_of_cpu_alone", "machine", "versions"]
+__all__ = ["Machine", "machine", "versions"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,15 +64,6 @@ def versions() -> dict[str, str]:
         "torch": _version("torch"),
         "python": platform.python_version(),
     }
-
-
-def is_torch_of_cpu_alone() -> bool:
-    """Whether the installed torch cannot have an accelerator, without importing it.
-
-    ``False`` if that is uncertain: the version does not say ``+cpu``, or a package adds a device when torch is
-    imported.
-    """
-    return _version("torch").endswith("+cpu") and not metadata.entry_points(group="torch.backends")
 
 
 def _version(package: str) -> str:

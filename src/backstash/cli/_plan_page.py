@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from ..places import label_of
 from ..units import format_bytes
 
-__all__ = ["choices_in_words", "moved_by_choice", "plan_section"]
+__all__ = ["moved_by_choice", "plan_section"]
 
 _KEYS = {
     **{key: key for key in ("keep", "host", "disk")},
@@ -19,6 +20,14 @@ _WORDS = {choice: label_of(key) for choice, key in _KEYS.items()} | {
     "region": "to be recomputed with its module"
 }
 _RUNS = {"region": "recomputed", "once": "held", "left": "left"}
+_OF_CLASSES = {
+    "class": "text",
+    "blocks": "count",
+    "bytes": "bytes",
+    "in the order of their saves": "text",
+    "adds": "seconds",
+    "why": "text",
+}
 _FIGURES = {
     "plain": "with everything in place, by the simulation",
     "predicted": "predicted, under the plan",
@@ -31,13 +40,11 @@ def plan_section(plan: dict[str, Any]) -> dict[str, Any]:
     """Return the ``plan`` section for :func:`backstash.report.render_page`, from ``Plan.as_dict()``."""
     sums = moved_by_choice(plan["classes"])
     return {
-        "note": " ".join([_state(plan), *_difference(plan)]),
+        "note": _state(plan),
         "figures": {
-            "columns": [
-                {"label": "", "unit": "text"},
-                {"label": "peak of a step", "unit": "bytes"},
-                {"label": "time of a step", "unit": "seconds"},
-            ],
+            "columns": _columns(
+                {"": "text", "peak of a step": "bytes", "time of a step": "seconds"}
+            ),
             "rows": [
                 [words, plan[name]["peak_bytes"], plan[name]["step_seconds"]]
                 for name, words in _FIGURES.items()
@@ -50,38 +57,25 @@ def plan_section(plan: dict[str, Any]) -> dict[str, Any]:
             if nbytes
         ],
         "classes": {
-            "columns": [
-                {"label": "class", "unit": "text"},
-                {"label": "blocks", "unit": "count"},
-                {"label": "bytes", "unit": "bytes"},
-                {"label": "in the order of their saves", "unit": "text"},
-                {"label": "adds", "unit": "seconds"},
-                {"label": "why", "unit": "text"},
-            ],
+            "columns": _columns(_OF_CLASSES),
             "rows": [
-                [
-                    each["name"],
-                    each["blocks"],
-                    each["nbytes"],
-                    choices_in_words(each["choices"]),
-                    each["seconds"],
-                    each["reason"],
-                ]
-                for each in plan["classes"]
-            ]
-            + [
-                [
-                    f"{each['name']}, the module as a whole",
-                    each["forwards"],
-                    each["nbytes"],
-                    ", ".join(f"{count} {_RUNS[choice]}" for choice, count in each["choices"]),
-                    each["seconds"],
-                    each["reason"],
-                ]
-                for each in plan.get("regions", ())
+                *(_row(each, each["name"], each["blocks"], _WORDS) for each in plan["classes"]),
+                *(
+                    _row(each, f"{each['name']}, the module as a whole", each["forwards"], _RUNS)
+                    for each in plan.get("regions", ())
+                ),
             ],
         },
     }
+
+
+def _columns(units: Mapping[str, str]) -> list[dict[str, str]]:
+    return [{"label": label, "unit": unit} for label, unit in units.items()]
+
+
+def _row(each: dict[str, Any], name: str, count: int, words: Mapping[str, str]) -> list[Any]:
+    choices = ", ".join(f"{blocks} {words[choice]}" for choice, blocks in each["choices"])
+    return [name, count, each["nbytes"], choices, each["seconds"], each["reason"]]
 
 
 def moved_by_choice(classes: Any) -> dict[str, int]:
@@ -91,11 +85,6 @@ def moved_by_choice(classes: Any) -> dict[str, int]:
         for choice, count in each["choices"]:
             sums[choice] += each["nbytes"] * count // each["blocks"]
     return sums
-
-
-def choices_in_words(choices: Any) -> str:
-    """Return choices as text: ``"8 on disk, 4 kept"``."""
-    return ", ".join(f"{count} {_WORDS[choice]}" for choice, count in choices)
 
 
 def _whose(plan: dict[str, Any]) -> str:
@@ -114,24 +103,3 @@ def _state(plan: dict[str, Any]) -> str:
         "loaded": f"A plan from a file, for a budget of {budget}.",
         "too small": f"A budget of {budget} cannot be kept{at_least}.",
     }[plan["state"]]
-
-
-def _difference(plan: dict[str, Any]) -> list[str]:
-    """Return a sentence that compares the measured figures with the prediction and the budget."""
-    predicted, measured = plan["predicted"], plan["measured"]
-    if measured is None:
-        return [] if predicted is None else ["No step under the plan was measured."]
-    budget = plan["budget_bytes"]
-    against_budget = _compared(measured["peak_bytes"], budget, "the budget")
-    if predicted is None:
-        return [f"The measured peak was {against_budget}."]
-    peak = _compared(measured["peak_bytes"], predicted["peak_bytes"], "the predicted one")
-    step = _compared(measured["step_seconds"], predicted["step_seconds"], "the predicted one")
-    return [f"The measured peak was {peak} and {against_budget}; the time of a step was {step}."]
-
-
-def _compared(value: float, other: float, name: str) -> str:
-    share = value / other - 1 if other else 0.0
-    if abs(share) < 0.0005:
-        return f"{name} to 0.1%" if name != "the budget" else "at the budget"
-    return f"{abs(share):.1%} {'above' if share > 0 else 'below'} {name}"

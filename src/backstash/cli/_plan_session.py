@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import warnings
 from typing import Any
 
@@ -10,9 +9,10 @@ from .. import Stash
 from ..errors import StashError, StashWarning
 from ..plan import Plan
 from ..report import StepMarks
-from ._plan_table import budgets_of, figures_of, table, write
+from ._launch import command_of
+from ._plan_table import budgets_of, notes_of, show
 from ._recompute import RecomputedModules, recompute_of
-from ._say import say
+from ._say import say, write
 
 __all__ = ["PlanSession"]
 
@@ -26,7 +26,7 @@ class PlanSession:
 
     def __init__(self, plan: dict[str, Any]) -> None:
         self._plan = plan
-        self._command = " ".join([plan["command"], shlex.join(plan["arguments"])]).rstrip()
+        self._command = command_of(plan)
         # No step fits in one byte, so all steps are measured, moving everything that can move or half of it.
         warnings.filterwarnings("ignore", "budget=1 B cannot be kept", StashWarning)
         again = recompute_of(plan["recompute"])
@@ -69,9 +69,7 @@ class PlanSession:
                 "measured"
             )
             return
-        plans = [measured.at(budget) for budget in self._plan["budgets"] or budgets_of(measured)]
-        print(table(self._command, plans, measured))
-        if self._plan["json"] is not None:
-            write("--json", self._plan["json"], figures_of(self._command, plans))
+        plans = [measured.at(budget) for budget in self._plan["budget"] or budgets_of(measured)]
+        show(self._plan, self._command, plans, notes_of(plans[0], measured))
         if self._plan["trace"] is not None and measured.trace is not None:
-            write("--trace", self._plan["trace"], measured.trace.as_dict())
+            write("backstash plan: --trace", self._plan["trace"], measured.trace.as_dict())

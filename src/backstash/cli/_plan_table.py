@@ -2,61 +2,68 @@
 
 from __future__ import annotations
 
-import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..plan import Plan, budget_for
 from ..units import format_bytes
 from ._machine import machine, versions
 from ._plan_page import moved_by_choice
-from ._say import say
+from ._say import say, write
 
-__all__ = ["budgets_of", "figures_of", "plan_for_trace", "table", "write"]
+__all__ = ["budgets_of", "notes_of", "plan_for_trace", "show", "table"]
 
 _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # between the smallest budget and everything in place
 _UNIT_BYTES = 16 << 20  # budgets that the user did not give are multiples of this
+_WIDTH = 10
+_TIMES = {"step": 9, "bound": 9}  # the columns that a fake run lacks, and their widths
 
 
-def plan_for_trace(path: str, budgets: Sequence[int] | None, json_path: str | None) -> None:
+def plan_for_trace(options: Mapping[str, Any]) -> None:
     """Plan for the measured step in a file, and print the table.
 
     Args:
-        path: a file that ``backstash plan --trace`` wrote.
-        budgets: in bytes; ``None``: five, between the smallest that can be kept and everything in place.
-        json_path: a file to which the plans are also written; ``None``: none.
+        options: those of ``backstash plan``; ``trace`` is a file that ``backstash plan --trace`` wrote.
 
     Raises:
         UsageError: the file cannot be read, or is not a trace of a step.
     """
+    path = options["trace"]
     command = shlex.join(["backstash", "plan", "--trace", path])
     least = Plan.from_trace(path, 1)
-    plans = [Plan.from_trace(path, budget) for budget in budgets or budgets_of(least)]
-    print(table(command, plans, least))
+    plans = [Plan.from_trace(path, budget) for budget in options["budget"] or budgets_of(least)]
+    show(options, command, plans, notes_of(plans[0], least))
     say(f"backstash plan: of the step in {path}; no script was given, and nothing was run")
-    if json_path is not None:
-        write("--json", json_path, figures_of(command, plans))
 
 
-def figures_of(command: str, plans: Sequence[Plan]) -> dict[str, Any]:
-    """Return the values that ``--json`` writes."""
-    return {
-        "command": command,
-        "plans": [plan.as_dict() for plan in plans],
-        "versions": versions(),
-        "machine": machine().as_dict(),
-    }
+def show(
+    options: Mapping[str, Any],
+    command: str,
+    plans: Sequence[Plan],
+    notes: Sequence[str],
+    asked: Mapping[str, int] | None = None,
+) -> None:
+    """Print the table and the notes, and write the plans to the file of ``--json``.
 
-
-def write(option: str, path: str, values: dict[str, Any]) -> None:
-    """Write ``values`` as JSON; if that fails, print a line on stderr that names the ``option``."""
-    try:
-        with open(path, "w", encoding="utf-8") as file:
-            json.dump(values, file, indent=1)
-            file.write("\n")
-    except OSError as error:
-        say(f"backstash plan: {option}: {error}")
+    Args:
+        options: those of ``backstash plan``.
+        command: the whole command line.
+        plans: one for each budget.
+        notes: lines below the table.
+        asked: where a fake run was asked for values, and how often; ``None`` for measured steps, which have
+            times.
+    """
+    print("\n".join([command, *table(plans, has_times=asked is None), *notes]))
+    if options["json"] is not None:
+        values = {
+            "command": command,
+            "plans": [plan.as_dict() for plan in plans],
+            **({} if asked is None else {"asked": asked}),
+            "versions": versions(),
+            "machine": machine().as_dict(),
+        }
+        write("backstash plan: --json", options["json"], values)
 
 
 def budgets_of(plan: Plan) -> list[int]:
@@ -68,36 +75,53 @@ def budgets_of(plan: Plan) -> list[int]:
     return list(dict.fromkeys(-(-int(each) // _UNIT_BYTES) * _UNIT_BYTES for each in wanted))
 
 
-def table(command: str, plans: list[Plan], least: Plan) -> str:
-    """Return a line for each budget, and the smallest that can be kept, from ``least``."""
-    lines = [
-        command,
-        f"{'budget':>10} {'peak':>10} {'step':>9} {'bound':>9} {'stays':>10} {'moves':>10} "
-        f"{'recomputed':>10} {'packed':>10}",
+def table(plans: Sequence[Plan], *, has_times: bool = True) -> list[str]:
+    """Return a line for each budget, and the head."""
+    rows = [(_cells(plan), _note(plan)) for plan in plans if plan.predicted is not None]
+    head = {name: name for cells, _ in rows for name in cells}
+    return [
+        " ".join(
+            cell.rjust(_TIMES.get(name, _WIDTH))
+            for name, cell in cells.items()
+            if has_times or name not in _TIMES
+        )
+        + note
+        for cells, note in [(head, ""), *rows]
     ]
-    for plan in plans:
-        if plan.predicted is None:
-            continue
-        sums = moved_by_choice(plan.as_dict()["classes"])
-        again = sums["recompute"] + sums["region"]
-        parts = (sums["keep"], sums["host"] + sums["disk"], again, sums["pack"])
-        bound = f"{plan.bound.step_seconds:.3f} s" if plan.bound is not None else "-"
-        note = ""
-        if plan.state == "too small":
-            note = f"  cannot be kept; {format_bytes(plan.smallest_budget_bytes or 0)} can"
-        elif plan.state == "left alone":
-            note = "  everything fits"
-        lines.append(
-            f"{format_bytes(plan.budget_bytes):>10} {format_bytes(plan.predicted.peak_bytes):>10} "
-            f"{plan.predicted.step_seconds:>7.3f} s {bound:>9} "
-            + " ".join(f"{format_bytes(each):>10}" for each in parts)
-            + note
-        )
-    device = plans[0].device if plans else "cpu"
-    whose = "the process's resident memory" if device == "cpu" else f"the tensors on {device}"
-    lines.append(f"peak: of {whose}; step: its time; both predicted. bound: no choice is faster")
-    if least.smallest_budget_bytes:
-        lines.append(
-            f"the smallest budget that can be kept: {format_bytes(least.smallest_budget_bytes)}"
-        )
-    return "\n".join(lines)
+
+
+def _cells(plan: Plan) -> dict[str, str]:
+    assert plan.predicted is not None
+    sums = moved_by_choice(plan.as_dict()["classes"])
+    parts = {
+        "stays": sums["keep"],
+        "moves": sums["host"] + sums["disk"],
+        "recomputed": sums["recompute"] + sums["region"],
+        "packed": sums["pack"],
+    }
+    return {
+        "budget": format_bytes(plan.budget_bytes),
+        "peak": format_bytes(plan.predicted.peak_bytes),
+        "step": f"{plan.predicted.step_seconds:.3f} s",
+        "bound": "-" if plan.bound is None else f"{plan.bound.step_seconds:.3f} s",
+        **{name: format_bytes(nbytes) for name, nbytes in parts.items()},
+    }
+
+
+def _note(plan: Plan) -> str:
+    return {
+        "too small": f"  cannot be kept; {format_bytes(plan.smallest_budget_bytes or 0)} can",
+        "left alone": "  everything fits",
+    }.get(plan.state, "")
+
+
+def notes_of(plan: Plan, least: Plan) -> list[str]:
+    """Return what the figures mean, and the smallest budget that can be kept, from ``least``."""
+    whose = (
+        "the process's resident memory" if plan.device == "cpu" else f"the tensors on {plan.device}"
+    )
+    smallest = least.smallest_budget_bytes
+    return [
+        f"peak: of {whose}; step: its time; both predicted. bound: no choice is faster",
+        *([f"the smallest budget that can be kept: {format_bytes(smallest)}"] if smallest else []),
+    ]

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -16,24 +14,15 @@ from ..errors import StashError
 from ..report import SavedReport, StepMarks, saved_report
 from ..scratch import IN_MEMORY, file_system
 from ._disk_speed import DiskSpeed, measure
+from ._launch import command_of, script_of
 from ._machine import machine, versions
-from ._profile_text import Cost, show
-from ._progress import ProgressLine
-from ._say import say
+from ._profile_text import seconds_of, show
+from ._say import say, write
 
 __all__ = ["ProfileSession"]
 
 _MEASURED_BYTES = 256 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class _ProfiledStep:
-    """One step."""
-
-    report: SavedReport
-    """What the step saved."""
-    seconds: float
-    """Seconds of the step, recording included."""
+_SECONDS = ("write_seconds", "read_seconds")
 
 
 class ProfileSession:
@@ -45,8 +34,8 @@ class ProfileSession:
 
     def __init__(self, plan: dict[str, Any]) -> None:
         self._plan = plan
-        self._command = " ".join([plan["command"], shlex.join(plan["arguments"])]).rstrip()
-        self._steps: list[_ProfiledStep] = []
+        self._command = command_of(plan)
+        self._steps: list[tuple[SavedReport, float]] = []  # with the seconds
         self._notes: list[str] = []
         self._had_enough = False
         if threading.current_thread() is not threading.main_thread():
@@ -61,7 +50,7 @@ class ProfileSession:
     def _stepped(self) -> None:
         if len(self._steps) < self._plan["steps"]:
             now = time.perf_counter()
-            self._steps.append(_ProfiledStep(self._saved.take(), now - self._began))
+            self._steps.append((self._saved.take(), now - self._began))
             self._began = now
         if len(self._steps) >= self._plan["steps"]:
             self._had_enough = True
@@ -83,29 +72,26 @@ class ProfileSession:
             say(f"backstash profile: {title}")
             return
         speed = self._measure()
-        costs = costs_of(report, self._plan["disk"], speed)
-        script = [*["-m"] * self._plan["is_module"], self._plan["target"], *self._plan["arguments"]]
-        show(report, title, costs, self._plan["disk"], speed, self._notes, shlex.join(script))
+        budgets = report.budgets(self._plan["disk"])
+        script = shlex.join(script_of(self._plan))
+        show(report, title, budgets, self._plan["disk"], speed, self._notes, script)
         if self._plan["html"] is not None:
-            self._write("--html", lambda path: report.to_html(path, title=self._command))
+            try:
+                report.to_html(self._plan["html"], title=self._command)
+            except OSError as error:
+                say(f"backstash profile: --html: {error}")
         if self._plan["json"] is not None:
-            figures = self._figures(outcome, report, costs, speed)
-            self._write("--json", lambda path: _dump(figures, path))
+            figures = self._figures(outcome, report, speed)
+            write("backstash profile: --json", self._plan["json"], figures)
 
     def _choose(self, outcome: str) -> tuple[SavedReport | None, str]:
         """Return the report to show, and its title; or ``None``, and why there is no report."""
         ended = "" if self._had_enough else f"; the script ended first: {outcome}"
-        if ended and outcome == "finished":
-            ended = "; the script had no more"
         if self._steps:
-            at = max(range(len(self._steps)), key=lambda i: (self._steps[i].report.peak_bytes, i))
-            step = self._steps[at]
-            which = f"step {at + 1} of {len(self._steps)}"
-            if len({each.report.peak_bytes for each in self._steps}) > 1:
-                which += ", which held most"
-            elif len(self._steps) > 1:
-                which += ", which all held the same"
-            return step.report, f"{which}, {step.seconds:.2f} s with recording{ended}"
+            at = max(range(len(self._steps)), key=lambda i: (self._steps[i][0].peak_bytes, i))
+            report, seconds = self._steps[at]
+            which = f"step {at + 1} of {len(self._steps)}, which held most"
+            return report, f"{which}, {seconds:.2f} s with recording{ended}"
         if self._saved.total_bytes:
             self._notes.append(
                 "no optimizer has stepped, so the script was not divided into steps: this is all of it"
@@ -123,21 +109,19 @@ class ProfileSession:
             self._notes.append(
                 f"{self._plan['disk']} is in memory: give --disk DIR with a directory on a disk"
             )
-        with ProgressLine() as progress:
-            try:
-                return measure(self._plan["disk"], _MEASURED_BYTES, progress.say)
-            except (
-                StashError,
-                RuntimeError,
-            ) as problem:  # RuntimeError: no thread can start while the interpreter ends
-                self._notes.append(f"the disk was not measured: {problem}")
-                return None
+        try:
+            return measure(self._plan["disk"], _MEASURED_BYTES)
+        except (
+            StashError,
+            RuntimeError,
+        ) as problem:  # RuntimeError: no thread can start while the interpreter ends
+            self._notes.append(f"the disk was not measured: {problem}")
+            return None
 
     def _figures(
         self,
         outcome: str,
         report: SavedReport,
-        costs: Sequence[Cost],
         speed: DiskSpeed | None,
     ) -> dict[str, Any]:
         return {
@@ -145,53 +129,20 @@ class ProfileSession:
             "outcome": "enough steps" if self._had_enough else outcome,
             "steps": [
                 {
-                    "seconds": step.seconds,
-                    "unique_bytes": step.report.unique_bytes,
-                    "peak_bytes": step.report.peak_bytes,
+                    "seconds": seconds,
+                    "unique_bytes": step.unique_bytes,
+                    "peak_bytes": step.peak_bytes,
                 }
-                for step in self._steps
+                for step, seconds in self._steps
             ],
             "report": report.as_dict(),
-            "costs": [asdict(each) for each in costs],
+            "costs": [
+                asdict(each) | dict(zip(_SECONDS, seconds_of(each, speed), strict=True))
+                for each in report.budgets(self._plan["disk"])
+            ],
             "directory": self._plan["disk"],
-            "disk": None if speed is None else speed.as_dict(),
+            "disk": None if speed is None else asdict(speed),
             "notes": self._notes,
             "versions": versions() | {"torch": torch.__version__},
             "machine": machine().as_dict(),
         }
-
-    def _write(self, option: str, write: Any) -> None:
-        try:
-            write(self._plan[option.removeprefix("--")])
-        except OSError as error:
-            say(f"backstash profile: {option}: {error}")
-
-
-def costs_of(report: SavedReport, disk: str, speed: DiskSpeed | None) -> tuple[Cost, ...]:
-    """Return the report's budgets, each with the seconds that the disk needs for its bytes at ``speed``."""
-    found = []
-    for budget in report.budgets(disk):
-        write = read = None
-        if (
-            speed is not None and "host=" not in budget.code
-        ):  # the transfer rate of a device was not measured
-            write = budget.moved_bytes / speed.write_bytes_per_second
-            read = budget.moved_bytes / speed.read_bytes_per_second
-        found.append(
-            Cost(
-                budget.name,
-                budget.keep_bytes,
-                budget.moved_bytes,
-                budget.memory_bytes,
-                write,
-                read,
-                budget.code,
-            )
-        )
-    return tuple(found)
-
-
-def _dump(figures: dict[str, Any], path: str) -> None:
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump(figures, file, indent=1, allow_nan=False)
-        file.write("\n")

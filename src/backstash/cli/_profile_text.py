@@ -7,51 +7,41 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any
 
 from ..report import SavedReport
 from ..units import format_bytes
 from ._disk_speed import DiskSpeed
 
-__all__ = ["Cost", "show"]
+__all__ = ["seconds_of", "show"]
 
 _HEAD = ("kept", "moves down", "in memory", "disk writes", "disk reads", "")
-
-
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """The cost of one ``keep`` budget in each step."""
-
-    name: str
-    """The share that would be kept, as text."""
-    keep_bytes: int
-    """The budget, in bytes."""
-    moved_bytes: int
-    """Bytes that would move out of memory, and as many back."""
-    memory_bytes: int
-    """Peak bytes of saved tensors in memory, including in-flight transfers."""
-    write_seconds: float | None
-    """Seconds that the disk alone needs to write ``moved_bytes``; ``None`` if not measured."""
-    read_seconds: float | None
-    """Seconds that the disk alone needs to read them; ``None`` if not measured."""
-    code: str
-    """The ``Stash(...)`` line to paste; ``""`` if everything would be kept, without a stash."""
 
 
 def show(
     report: SavedReport,
     title: str,
-    costs: Sequence[Cost],
+    budgets: Sequence[Any],
     disk: str,
     speed: DiskSpeed | None,
     notes: Sequence[str],
     script: str = "SCRIPT",
 ) -> None:
-    """Print the report, the budgets' costs and the notes on stdout; ``script`` is the script's command line."""
+    """Print the report, the budgets' costs and the notes on stdout.
+
+    Args:
+        report: of the step that held most.
+        title: which step that is.
+        budgets: what :meth:`~backstash.report.SavedReport.budgets` returned.
+        disk: the directory to move to.
+        speed: that of its disk; ``None``: not measured.
+        notes: lines to print last.
+        script: the script's command line.
+    """
     head = f"backstash profile: {title}; nothing was moved"
     foot = [
-        *_one_number(costs, disk, script),
-        *_costs(costs, disk, speed),
+        *_one_number(budgets, disk, script),
+        *_costs(budgets, disk, speed),
         *(f"note: {note}" for note in notes),
     ]
     sys.stdout.flush()
@@ -67,23 +57,33 @@ def show(
         print("\n".join(["", head, "", report.text(advice=False), "", *foot]), flush=True)
 
 
-def _costs(costs: Sequence[Cost], disk: str, speed: DiskSpeed | None) -> list[str]:
-    if not costs[0].keep_bytes:
+def seconds_of(budget: Any, speed: DiskSpeed | None) -> tuple[float | None, float | None]:
+    """Return the seconds that the disk needs to write and to read a budget's bytes; ``None``: not measured.
+
+    The transfer rate of a device is never measured.
+    """
+    if speed is None or "host=" in budget.code:
+        return None, None
+    moved = budget.moved_bytes
+    return moved / speed.write_bytes_per_second, moved / speed.read_bytes_per_second
+
+
+def _costs(budgets: Sequence[Any], disk: str, speed: DiskSpeed | None) -> list[str]:
+    everything = budgets[0]
+    if not everything.keep_bytes:
         return ["none of this could be moved to a disk, so no budget would change anything"]
-    if all(cost.memory_bytes >= costs[0].memory_bytes for cost in costs):
+    if not _would_save(budgets):
         return [
             (
-                f"no budget would save memory: all that could move, {format_bytes(costs[0].keep_bytes)}, "
+                f"no budget would save memory: all that could move, {format_bytes(everything.keep_bytes)}, "
                 "fits into what a stash has in flight at a time (inflight=, at most 128 MiB by default)"
             )
         ]
-    of_device = _is_of_device(costs)
-    body = [_cells(cost, of_device) for cost in costs]
+    body = [_cells(budget, speed, _is_of_device(budgets)) for budget in budgets]
     widths = [max(map(len, column)) for column in zip(_HEAD, *body, strict=True)]
-    lines = ["what keep= would cost instead:", _line(_HEAD, widths)]
-    lines += [_line(cells, widths) for cells in body]
+    lines = ["what keep= would cost instead:", *(_line(each, widths) for each in (_HEAD, *body))]
     # Only transfers to host memory, which use no disk, have no measured seconds.
-    if speed is None or not any(cost.write_seconds for cost in costs):
+    if speed is None or not any(seconds_of(budget, speed)[0] for budget in budgets):
         return lines
     rates = f"{_rate(speed.write_bytes_per_second)} and reads {_rate(speed.read_bytes_per_second)}"
     return [
@@ -94,35 +94,38 @@ def _costs(costs: Sequence[Cost], disk: str, speed: DiskSpeed | None) -> list[st
     ]
 
 
-def _one_number(costs: Sequence[Cost], disk: str, script: str) -> list[str]:
+def _would_save(budgets: Sequence[Any]) -> bool:
+    return any(budget.memory_bytes < budgets[0].memory_bytes for budget in budgets)
+
+
+def _one_number(budgets: Sequence[Any], disk: str, script: str) -> list[str]:
     """Return how to give a budget as one number, if a budget would save memory."""
-    everything = costs[0]
-    saves = any(cost.memory_bytes < everything.memory_bytes for cost in costs)
-    if not everything.keep_bytes or not saves:
+    if not budgets[0].keep_bytes or not _would_save(budgets):
         return []
-    where, of_device = json.dumps(disk), _is_of_device(costs)
-    whose = "the device's tensors" if of_device else "the process"
+    whose = "the device's tensors" if _is_of_device(budgets) else "the process"
     return [
         f"in one number, the most memory that {whose} may take; the cheapest way within it is found:",
         f"  backstash plan --disk {shlex.quote(disk)} {script}    says what budgets would cost",
         f"  backstash run --budget SIZE --disk {shlex.quote(disk)} {script}",
-        f"  Stash(budget=SIZE, disk={where})",
+        f"  Stash(budget=SIZE, disk={json.dumps(disk)})",
         "",
     ]
 
 
-def _is_of_device(costs: Sequence[Cost]) -> bool:
-    return any("host=" in cost.code for cost in costs)
+def _is_of_device(budgets: Sequence[Any]) -> bool:
+    return any("host=" in budget.code for budget in budgets)
 
 
-def _cells(cost: Cost, of_device: bool) -> tuple[str, ...]:
+def _cells(budget: Any, speed: DiskSpeed | None, of_device: bool) -> tuple[str, ...]:
+    write, read = seconds_of(budget, speed)
+    kept = f" ({format_bytes(budget.keep_bytes)})" if budget.keep_bytes else ""
     return (
-        f"{cost.name} ({format_bytes(cost.keep_bytes)})" if cost.keep_bytes else cost.name,
-        format_bytes(cost.moved_bytes),
-        format_bytes(cost.memory_bytes),
-        _seconds(cost.write_seconds),
-        _seconds(cost.read_seconds),
-        (cost.code if of_device else "") or ("" if cost.code else "no stash"),
+        f"{budget.name}{kept}",
+        format_bytes(budget.moved_bytes),
+        format_bytes(budget.memory_bytes),
+        _seconds(write),
+        _seconds(read),
+        (budget.code if of_device else "") or ("" if budget.code else "no stash"),
     )
 
 

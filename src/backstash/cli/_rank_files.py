@@ -14,6 +14,7 @@ __all__ = ["of_this_machine", "pattern", "ran_together", "read"]
 
 _KEYS = {
     "allocator",
+    "command",
     "devices",
     "ended_unix_seconds",
     "job",

@@ -156,42 +156,32 @@ def _fact(label: str, value: Any, unit: str, note: str, how: str = "") -> dict[s
 
 
 def _split(stats: dict[str, Any]) -> dict[str, Any]:
-    down = stats["written_bytes"]
-    again = stats["recomputed_bytes"]
     packed, payload = stats["packed_bytes"], stats["payload_bytes"]
-    stayed = stats["stayed_bytes"]
+    freed = f"freed by packing {format_bytes(packed)} to {format_bytes(payload)}"
+    left = sorted(stats["left"].items(), key=lambda item: -item[1]["nbytes"])
     parts = [
-        {"name": "went down", "bytes": down, "key": "disk"},
-        {
-            "name": "discarded in forward, and recomputed in backward",
-            "bytes": again,
-            "key": "recomputed",
-        },
-        {
-            "name": f"freed by packing {format_bytes(packed)} to {format_bytes(payload)}",
-            "bytes": packed - payload,
-            "key": "packed",
-        },
-        {"name": "stayed in place, within the budget", "bytes": stayed, "key": "keep"},
-        *(
-            {"name": f"left: {reason}", "bytes": each["nbytes"], "key": "left"}
-            for reason, each in sorted(stats["left"].items(), key=lambda item: -item[1]["nbytes"])
+        ("went down", stats["written_bytes"], "disk"),
+        (
+            "discarded in forward, and recomputed in backward",
+            stats["recomputed_bytes"],
+            "recomputed",
         ),
+        (freed, packed - payload, "packed"),
+        ("stayed in place, within the budget", stats["stayed_bytes"], "keep"),
+        *((f"left: {reason}", each["nbytes"], "left") for reason, each in left),
     ]
-    label = "Where the saved bytes went, in the whole run"
-    return {"label": label, "parts": [part for part in parts if part["bytes"]]}
+    return {
+        "label": "Where the saved bytes went, in the whole run",
+        "parts": [
+            {"name": name, "bytes": nbytes, "key": key} for name, nbytes, key in parts if nbytes
+        ],
+    }
 
 
 def _notes(figures: dict[str, Any], line: Timeline) -> list[str]:
     found = [*figures["notes"], *figures["stats"]["notes"]]
     if figures["outcome"] not in ("finished", "exit 0"):
         found.insert(0, f"The script did not finish: {figures['outcome']}.")
-    again = figures["stats"]["deduplicated_bytes"]
-    if again:
-        found.append(
-            f"{format_bytes(again)} more were views of storages that were already held: not moved, and not "
-            "counted."
-        )
     recorded, count = len(line.steps), figures["steps"]["count"]
     if recorded and (figures.get("plan") or {}).get("state") in ("planned", "too small"):
         found.append(

@@ -1,23 +1,22 @@
-"""Write lines to stderr, even if the script has closed it or no one reads it any more."""
+"""Write lines to stderr, even if the script has closed it or no one reads it any more, and results to files."""
 
 from __future__ import annotations
 
 import io
+import json
 import os
-import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
+from typing import Any
 
-__all__ = ["say"]
+__all__ = ["say", "write"]
 
 
 def say(text: str) -> None:
     """Write ``text`` and a newline to ``sys.stderr``, or nothing if that fails.
 
     How the script ends must not depend on this. So no text stays in a buffer that the interpreter would fail to
-    write at its end, and a closed pipe raises no signal. If the script has replaced ``sys.stderr``, the text
-    goes to the ``write`` of its stream.
+    write at its end. If the script has replaced ``sys.stderr``, the text goes to the ``write`` of its stream.
     """
     stream = sys.stderr
     with suppress(Exception):
@@ -26,18 +25,15 @@ def say(text: str) -> None:
             return
         stream.flush()
         data = f"{text}\n".encode(stream.encoding, "backslashreplace")
-        with _no_signal_of_a_pipe():
-            while data:
-                data = data[os.write(stream.fileno(), data) :]
+        while data:
+            data = data[os.write(stream.fileno(), data) :]
 
 
-@contextmanager
-def _no_signal_of_a_pipe() -> Iterator[None]:
-    """Block SIGPIPE: Python ignores it, but a script may have restored its default, which ends the process."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPIPE})
+def write(option: str, path: str, content: str | dict[str, Any]) -> None:
+    """Write text, or values as JSON, to ``path``; if that fails, print a line that names the ``option``."""
+    text = content if isinstance(content, str) else json.dumps(content, indent=2) + "\n"
     try:
-        yield
-    finally:
-        if signal.SIGPIPE in signal.sigpending() and signal.SIGPIPE not in before:
-            signal.sigwait({signal.SIGPIPE})
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        say(f"{option}: {error}")

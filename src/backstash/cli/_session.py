@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import signal
 import statistics
 import threading
@@ -19,16 +18,15 @@ from ..errors import UsageError
 from ..launcher import Job
 from ..report import StepMarks
 from ..units import in_bytes
-from ._allocator import is_loaded
-from ._arguments import without_accelerator
-from ._ending import undisturbed, write, write_results
+from ._ending import undisturbed, write_results
+from ._launch import command_of, script_of
 from ._live import Live
 from ._machine import machine, versions
 from ._recompute import RecomputedModules, recompute_of
 from ._resident import resident_bytes, resident_peak_bytes
+from ._say import write
 from ._selective import SelectiveCheckpoints
 from ._sigterm import BeforeTermination
-from ._summary import ResidentMemory
 from ._threads import Threads
 from ._verdict import CHILDREN
 
@@ -67,12 +65,17 @@ class RunSession:
         if plan["disk"] is None and plan["keep"] is not None and plan["budget"] is None:
             # This asks how torch was built. Querying devices now could change what the script does later.
             if torch.accelerator.current_accelerator() is None:
-                raise UsageError(without_accelerator(plan["host"]))
+                raise UsageError(
+                    "--host is for the tensors of an accelerator, and this PyTorch was built without one; give "
+                    "--disk DIR, for example `--disk /scratch`"
+                )
         self._plan = plan
         self._job = Job(**plan["job"])
-        self._notes = list(_notes(plan["allocator"]["kind"]))
-        if plan["scratch"] is not None:
-            self._notes.append(plan["scratch"])
+        self._notes: list[str] = [plan["scratch"]] if plan["scratch"] is not None else []
+        if threading.current_thread() is not threading.main_thread():
+            self._notes.append(
+                "torch was first imported in a thread other than the main one: the main thread is not held"
+            )
         self._versions = versions() | {"torch": torch.__version__}
         self._started = time.perf_counter()
         self._resident_start_bytes = resident_bytes()
@@ -98,27 +101,26 @@ class RunSession:
         self._recomputed = RecomputedModules(self._stash, plan["recompute"])
         self._selective = SelectiveCheckpoints()
         self._marks = StepMarks(then=self._stepped)
-        self._line: Timeline | None = None
-        self._graph: FirstBackward | None = None
+        self._parts: list[Any] = [self._marks, self._selective, self._recomputed]
+        self._recorded: tuple[Timeline, FirstBackward] | None = None
         if plan["report"] is not None:
             from ..report import timeline
-
-            self._line = timeline(self._stash.record(limit=_RECORDED_EVENTS), steps=self._marks)
             from ._first_backward import FirstBackward  # imported late: it loads the drawing code
 
-            self._graph = FirstBackward()
+            line = timeline(self._stash.record(limit=_RECORDED_EVENTS), steps=self._marks)
+            self._recorded = line, FirstBackward()
+            self._parts += self._recorded
         # One line for all processes that share the terminal.
-        quiet = plan["quiet"] or self._job.local_rank > 0 or not Live.suits()
-        self._live = None if quiet else Live(self._stash, self._marks.moments)
-        self._arguments = list(plan["arguments"])
+        if not plan["quiet"] and self._job.local_rank == 0 and Live.suits():
+            self._parts.append(Live(self._stash, self._marks.moments))
         self._ended = False
         self._ending = threading.Lock()
         self._before_termination = BeforeTermination(self._terminated)
-        self._threads = Threads(self._stash)  # last, so that our own threads do not enter the stash
+        self._parts.append(Threads(self._stash))  # last: our own threads do not enter the stash
 
     def _stepped(self) -> None:
-        if self._line is not None and len(self._marks.moments) >= _RECORDED_STEPS:
-            self._line.remove()
+        if self._recorded is not None and len(self._marks.moments) >= _RECORDED_STEPS:
+            self._recorded[0].remove()
 
     def end(self, outcome: str) -> None:
         """Leave the stash, print the summary on stderr and write the JSON, as the plan says.
@@ -144,47 +146,44 @@ class RunSession:
                 self._report(signal.SIGTERM.name)
 
     def _report(self, outcome: str) -> None:
-        self._threads.remove()
-        if self._live is not None:
-            self._live.stop()
         seconds = time.perf_counter() - self._started
-        self._marks.remove()
-        self._selective.remove()
-        self._recomputed.remove()
-        if self._recomputed.note:
-            self._notes.append(self._recomputed.note)
-        if self._selective.note:
-            self._notes.append(self._selective.note)
-        if self._line is not None:
-            self._line.remove()
-        if self._graph is not None:
-            self._graph.remove()
+        for part in reversed(self._parts):
+            part.remove()
+        self._notes += filter(None, (self._recomputed.note, self._selective.note))
         figures = self._figures(outcome, seconds)
-        planned, stats = self._stash.plan, figures["stats"]
-        if stats["saves"] == 0:
+        planned, saves = self._stash.plan, figures["stats"]["saves"]
+        if saves == 0:
             self._notes.append("nothing was saved for backward")
-        if stats["saves"] == 0 or Job.now().processes > self._job.processes:
+        if saves == 0 or Job.now().processes > self._job.processes:
             self._notes.append(CHILDREN)
         if planned is not None:
             figures["plan"] = planned.as_dict()
             if self._plan["save_plan"] is not None:
                 path = self._job.file(self._plan["save_plan"])
-                write("save_plan", path, lambda: planned.text())
-        line = self._line
-        page = None if line is None else lambda: self._page(figures, line)
-        write_results(self._plan, self._job, figures, page)
+                write("backstash run: --save-plan", path, planned.text())
+        write_results(self._plan, self._job, figures)
+        if self._recorded is not None:
+            from ..report import render_page
+
+            page = render_page(self._page(figures, *self._recorded))
+            write("backstash run: --report", self._job.file(self._plan["report"]), page)
 
     def _figures(self, outcome: str, seconds: float) -> dict[str, Any]:
         """Return the values of this process's JSON."""
+        start, peak = self._resident_start_bytes, resident_peak_bytes()
         return {
-            "command": " ".join([self._plan["command"], shlex.join(self._arguments)]).rstrip(),
+            "command": command_of(self._plan),
             "outcome": outcome,
             "seconds": seconds,
             "ended_unix_seconds": time.time(),
             "job": asdict(self._job),
             "steps": _steps(self._marks),
             "stats": self._stash.stats().as_json(),
-            "resident": ResidentMemory(self._resident_start_bytes, resident_peak_bytes()).as_dict(),
+            "resident": {
+                "start_bytes": start,
+                "peak_bytes": peak,
+                "over_start_bytes": max(0, peak - start),
+            },
             "devices": _device_peaks(),
             "allocator": self._plan["allocator"],
             "leaves_small": self._leaves_small,
@@ -192,16 +191,16 @@ class RunSession:
             "versions": self._versions,
             "machine": machine().as_dict(),
             "settings": {name: self._plan[name] for name in _SETTINGS},
-            "script": [*["-m"] * self._plan["is_module"], self._plan["target"], *self._arguments],
+            "script": script_of(self._plan),
         }
 
-    def _page(self, figures: dict[str, Any], line: Timeline) -> dict[str, Any]:
+    def _page(
+        self, figures: dict[str, Any], line: Timeline, graph: FirstBackward
+    ) -> dict[str, Any]:
         from ._run_page import run_page
 
-        page = run_page(figures, line, self._plan["compare"])
-        if self._graph is not None:
-            page |= self._graph.section
-            page["notes"] = [*page.get("notes", ()), *filter(None, [self._graph.note])]
+        page = run_page(figures, line, self._plan["compare"]) | graph.section
+        page["notes"] = [*page.get("notes", ()), *filter(None, [graph.note])]
         return page
 
 
@@ -225,14 +224,3 @@ def _device_peaks() -> dict[str, int]:
             continue
         peaks[f"{kind.type}:{index}"] = counted.get("allocated_bytes.all.peak", 0)
     return {name: peak for name, peak in peaks.items() if peak}
-
-
-def _notes(allocator: str) -> list[str]:
-    notes = []
-    if allocator not in ("own", "glibc", "none") and not is_loaded(allocator):
-        notes.append(f"{allocator} was preloaded (LD_PRELOAD), but the loader did not load it")
-    if threading.current_thread() is not threading.main_thread():
-        notes.append(
-            "torch was first imported in a thread other than the main one: the main thread is not held"
-        )
-    return notes

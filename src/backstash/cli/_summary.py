@@ -3,34 +3,13 @@
 from __future__ import annotations
 
 import signal
-from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..places import label_of
 from ..units import format_bytes
 from ._advice import next_step
 from ._verdict import GOOD_ENDS, only_line, step_line, verdict
 
-__all__ = ["ResidentMemory", "allocator_line", "left_lines", "outcome", "summary"]
-
-
-@dataclass(frozen=True, slots=True)
-class ResidentMemory:
-    """The process's resident memory."""
-
-    start_bytes: int
-    """Resident bytes after torch was imported, before anything was held."""
-    peak_bytes: int
-    """The operating system's peak for the whole process."""
-
-    @property
-    def over_start_bytes(self) -> int:
-        """Peak minus start: at most what the script's own work added."""
-        return max(0, self.peak_bytes - self.start_bytes)
-
-    def as_dict(self) -> dict[str, int]:
-        """Return the fields as plain values, for JSON."""
-        return {**asdict(self), "over_start_bytes": self.over_start_bytes}
+__all__ = ["allocator_line", "left_lines", "outcome", "summary"]
 
 
 def outcome(error: BaseException | None) -> str:
@@ -79,7 +58,7 @@ def summary(
             if note.removeprefix("note: ") not in first and "smallest that" not in note
         ]
         lines = [first, step_line(figures), f"next: {next_step(figures)}", *notes]
-        lines += _details(figures, stats, other) if verbose else ()
+        lines += _details(figures, stats) if verbose else ()
     return "\n".join(f"{label}: {line}" for line in lines)
 
 
@@ -88,139 +67,56 @@ def _without_scratch(notes: list[str]) -> list[str]:
     return [note for note in notes if not note.startswith("what moves goes to ")]
 
 
-def _details(
-    figures: dict[str, Any], stats: dict[str, Any], other: dict[str, Any] | None
-) -> list[str]:
+def _details(figures: dict[str, Any], stats: dict[str, Any]) -> list[str]:
     """Return the figures of the whole run."""
     return [
         *_planned(figures.get("plan")),
-        _moved(stats),
-        *_let_go(stats),
-        _peaks(stats),
-        _waits(stats),
+        *_statistics(stats),
         *left_lines(stats["left"]),
-        *_steps(figures["steps"]),
-        *_devices(figures["devices"], other["devices"] if other is not None else {}),
+        *(
+            f"device     {name}: {format_bytes(peak)} at most"
+            for name, peak in figures["devices"].items()
+        ),
         _memory(figures["resident"], figures["seconds"], figures["outcome"]),
         allocator_line(figures["allocator"]),
     ]
 
 
 def _planned(plan: dict[str, Any] | None) -> list[str]:
-    """Return one line: the budget, what was done about it, and whether the prediction was right."""
+    """Return one line: the budget, the plan's state, and whether the prediction was right."""
     if plan is None:
         return []
-    budget, measured, predicted = (
-        format_bytes(plan["budget_bytes"]),
-        plan["measured"] or {},
-        plan["predicted"] or {},
+    budget = format_bytes(plan["budget_bytes"])
+    of = "" if plan.get("device", "cpu") == "cpu" else f" of {plan['device']}"
+    measured, predicted = (
+        f"not {name}" if plan[name] is None else f"{name} {format_bytes(plan[name]['peak_bytes'])}"
+        for name in ("measured", "predicted")
     )
-    peak = format_bytes(measured["peak_bytes"]) if measured else "not measured"
-    smallest = format_bytes(plan["smallest_budget_bytes"] or 0)
-    expected = format_bytes(predicted["peak_bytes"]) if predicted else "not predicted"
-    what = {
-        "measuring": "too few steps to plan: all that can move was moved",
-        "left alone": f"everything fits; peak of a step {peak}, predicted {expected}",
-        "planned": f"peak of a step {peak}, predicted {expected}",
-        "loaded": f"a plan from a file, predicted {expected}",
-        "too small": f"too small: the smallest that can be kept is {smallest}; peak of a step {peak}",
-    }[plan["state"]]
-    device = plan.get("device", "cpu")
-    of = "" if device == "cpu" else f" of {device}"
-    return [f"budget     {budget}{of}: {what}"]
+    return [f"budget     {budget}{of}: {plan['state']}; peak of a step: {measured}, {predicted}"]
 
 
-def _moved(stats: dict[str, Any]) -> str:
-    size = format_bytes
-    share = stats["written_bytes"] / stats["eligible_bytes"] if stats["eligible_bytes"] else 0.0
-    again = stats["deduplicated_bytes"]
-    where = "moved  " if stats["host_peak_bytes"] else "to disk"
-    return (
-        f"{where}    {size(stats['written_bytes'])}, {share:.0%} of the "
-        f"{size(stats['eligible_bytes'])} that could move; {size(stats['read_bytes'])} came back"
-        + (
-            f"; another {size(again)} was saved a second time and needed no second move"
-            if again
-            else ""
-        )
-    )
+def _statistics(stats: dict[str, Any]) -> list[str]:
+    """Return a line for each figure of the stash that is not 0, by its name in the documentation."""
+    figures = {name: value for name, value in stats.items() if isinstance(value, int | float)}
+    return [f"{name:<22} {_with_unit(name, value)}" for name, value in figures.items() if value]
 
 
-def _let_go(stats: dict[str, Any]) -> list[str]:
-    """Return lines on what was recomputed and what was packed, if anything was."""
-    again, packed = stats["recomputed_bytes"], stats["packed_bytes"]
-    lines = []
-    if again:
-        lines.append(
-            f"recomputed {format_bytes(again)}: discarded in forward and recomputed in backward"
-        )
-    if packed:
-        payload = format_bytes(stats["payload_bytes"])
-        lines.append(f"packed     {format_bytes(packed)} to {payload}, exactly")
-    return lines
-
-
-def _peaks(stats: dict[str, Any]) -> str:
-    peaks = {
-        key: stats[f"{key}_peak_bytes"] for key in ("keep", "host", "disk", "inflight", "ahead")
-    }
-    shown = [
-        f"{format_bytes(peak)} {label_of(key)}"
-        for key, peak in peaks.items()
-        if peak or key != "host"
-    ]
-    return f"at most    {', '.join(shown)}, each at its own time"
-
-
-def _waits(stats: dict[str, Any]) -> str:
-    uses = stats["prefetch_hits"] + stats["prefetch_misses"]
-    return (
-        f"waited     {stats['pack_stall_seconds']:.2f} s in forward for space, "
-        f"{stats['unpack_stall_seconds']:.2f} s in backward for tensors"
-    ) + (f"; {stats['prefetch_hits']} of {uses} were asked for ahead" if uses else "")
+def _with_unit(name: str, value: float) -> str:
+    if name.endswith("_bytes"):
+        return format_bytes(int(value))
+    return f"{value:.2f} s" if name.endswith("_seconds") else f"{value:,}"
 
 
 def left_lines(left: dict[str, Any]) -> list[str]:
     """Return a line for each reason why tensors stayed in place, most bytes first."""
     by_size = sorted(left.items(), key=lambda item: -item[1]["nbytes"])
     return [
-        f"stayed     {_how_much(record)}: {_in_words_of_the_command_line(reason)}"
-        for reason, record in by_size
+        f"stayed     {_size(record)}{record['count']} saves: {reason}" for reason, record in by_size
     ]
 
 
-def _how_much(record: dict[str, int]) -> str:
-    if not record["nbytes"]:  # unknown
-        return f"{record['count']} times"
-    return f"{format_bytes(record['nbytes'])} in {record['count']} saves"
-
-
-def _in_words_of_the_command_line(reason: str) -> str:
-    for name, option in (
-        ("disk=", "--disk DIR"),
-        ("host=", "--host SIZE"),
-        ("min_bytes", "--min-bytes"),
-    ):
-        reason = reason.replace(name, option)
-    return reason
-
-
-def _steps(steps: dict[str, Any]) -> list[str]:
-    if steps["median_seconds"] is None:
-        return []
-    return [f"steps      {steps['count']}, {steps['median_seconds']:.3g} s each in the median"]
-
-
-def _devices(peaks: dict[str, int], others: dict[str, int]) -> list[str]:
-    shares = {
-        name: f", {peaks[name] / peak:.0%} of the other run's"
-        for name, peak in others.items()
-        if name in peaks
-    }
-    return [
-        f"device     {name}: {format_bytes(peak)} at most{shares.get(name, '')}"
-        for name, peak in peaks.items()
-    ]
+def _size(record: dict[str, int]) -> str:
+    return f"{format_bytes(record['nbytes'])} in " if record["nbytes"] else ""  # else unknown
 
 
 def _memory(resident: dict[str, int], seconds: float, ended: str) -> str:

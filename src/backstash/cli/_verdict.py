@@ -8,7 +8,6 @@ from ..units import format_bytes
 
 __all__ = ["CHILDREN", "GOOD_ENDS", "largest", "only_line", "step_line", "verdict"]
 
-_WORTH_MOVING = 0.05  # of the peak: two runs of one script may differ by as much
 _KEPT_ITS_SIZE = ("not packed: ", "not recomputed: ")  # such a tensor may have moved
 GOOD_ENDS = ("finished", "exit 0", "SIGTERM")
 """Outcomes of a script that did not fail; SIGTERM is not an error of the script."""
@@ -55,16 +54,11 @@ def verdict(figures: dict[str, Any], other: dict[str, Any] | None) -> str:
     held = f"peak {format_bytes(peak)}{where}"
     if plan is not None:
         return f"{held}, {_compared_with_budget(plan, peak)}{_plain(plan)}"
-    full = next((note for note in stats["notes"] if "kept in memory" in note), "")
-    if away < _WORTH_MOVING * peak and full:
-        return f"{held}; hardly anything was moved: {full}"
     freed = [name for name in ("recomputed", "packed") if stats[f"{name}_bytes"]]
     if not stats["written_bytes"] and freed:
         return f"{held}; saved tensors were {' and '.join(freed)}, and none was moved"
     if not stats["written_bytes"]:
         return f"{held}; nothing was moved: {_why_nothing(figures)}"
-    if away < _WORTH_MOVING * peak:
-        return f"{held}; little was moved: {format_bytes(away)} at once at most"
     return f"{held}; {format_bytes(away)} at once at most was moved out of memory"
 
 
@@ -72,8 +66,8 @@ def _why_nothing(figures: dict[str, Any]) -> str:
     stats = figures["stats"]
     if figures.get("leaves_small"):
         return "a step saves too little for that to free memory"
-    if stats["notes"]:
-        return str(stats["notes"][0])
+    if notes := sorted(stats["notes"], key=lambda note: "kept in memory" not in note):
+        return str(notes[0])
     if stats["keep_peak_bytes"]:
         return f"{format_bytes(stats['keep_peak_bytes'])} were saved at once at most, which --keep allows"
     return "nothing that is saved could move"

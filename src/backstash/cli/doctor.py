@@ -7,6 +7,7 @@ import json
 import os
 import tempfile
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from ..advice import Advice, advise
@@ -17,7 +18,7 @@ from ._allocator import INSTALL_HINT, choose, find
 from ._arguments import Parser, directory, size
 from ._disk_speed import measure
 from ._machine import machine, versions
-from ._progress import ProgressLine
+from ._say import say
 
 __all__ = ["main", "remarks", "start"]
 
@@ -46,9 +47,10 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         StashIOError: the directory cannot hold the bytes to measure with.
     """
-    facts = _facts(_parser().read(arguments))
+    options = _parser().read(arguments)
+    facts = _facts(options)
     line, command = start(facts)
-    if facts.pop("as_json"):
+    if options.json:
         print(json.dumps(facts | {"advice": line.code, "remarks": remarks(facts)}, indent=2))
     else:
         print("\n".join([_text(facts), "", line.text, line.code, command.text, command.code]))
@@ -64,7 +66,7 @@ def _parser() -> Parser:
     add(
         "--bytes",
         metavar="SIZE",
-        type=size,
+        type=size(),
         default=_DEFAULT_BYTES,
         help="most bytes to write (default 1GiB)",
     )
@@ -75,27 +77,23 @@ def _parser() -> Parser:
 def _facts(options: argparse.Namespace) -> dict[str, Any]:
     where = options.directory or tempfile.gettempdir()
     kind, free_bytes = file_system(where), _free_bytes(where)
-    with ProgressLine() as progress:
-        progress.say("looking at the machine")
-        group = memory_group()
-        facts: dict[str, Any] = {
-            "as_json": options.json,
-            "directory": where,
-            "file_system": kind,
-            "free_bytes": free_bytes,
-            "machine": machine().as_dict(),
-            "limit_bytes": group.limit_bytes if group else None,
-            "spare_bytes": group.spare_bytes if group else None,
-            "control_group_version": group.version if group else None,
-            "versions": versions(),
-            "accelerator": _accelerator(),
-        }
-        installed = find()
-        facts["allocator"] = choose("auto", os.environ, installed).as_dict()
-        facts["allocators"] = sorted(installed)
-        nbytes = min(options.bytes, free_bytes // 2)
-        facts["disk"] = measure(where, nbytes, progress.say).as_dict()
-    return facts
+    nbytes = min(options.bytes, free_bytes // 2)
+    say(f"backstash doctor: measuring the disk under {where} with up to {format_bytes(nbytes)}")
+    group, installed = memory_group(), find()
+    return {
+        "directory": where,
+        "file_system": kind,
+        "free_bytes": free_bytes,
+        "machine": machine().as_dict(),
+        "limit_bytes": group.limit_bytes if group else None,
+        "spare_bytes": group.spare_bytes if group else None,
+        "control_group_version": group.version if group else None,
+        "versions": versions(),
+        "accelerator": _accelerator(),
+        "allocator": asdict(choose("auto", os.environ, installed)),
+        "allocators": sorted(installed),
+        "disk": asdict(measure(where, nbytes)),
+    }
 
 
 def _free_bytes(path: str) -> int:

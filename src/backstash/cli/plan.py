@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 from collections.abc import Sequence
 
-from ..scratch import scratch
-from ._arguments import Parser, directory, memory, new_file, recompute_option
-from ._launch import check, replace_process, split
+from ._arguments import Parser, directory, new_file, recompute_option, scratch_directory, size
+from ._launch import check, read, replace_process
 from ._say import say
 
 __all__ = ["main"]
@@ -53,37 +51,19 @@ def main(arguments: Sequence[str]) -> int:
         2 after one line on stderr if the arguments cannot be used. Otherwise it does not return.
     """
     parser = _parser()
-    own, is_module, rest = split(parser, list(arguments))
-    options = parser.read(own)
-    if not (rest or is_module) and arguments[-1:] != ["--"] and options.trace is not None:
+    options, script = read(parser, arguments)
+    if not script.words and options.trace is not None:
         return _plan_elsewhere(parser, options)
-    check(parser, is_module, rest)
+    check(parser, script)
     if options.recompute and options.fake:
         parser.error(
             "--recompute with --fake: whether modules are recomputed is planned from real steps alone"
         )
     if options.disk is None and not options.fake:
-        found = scratch()
-        if found is None:
-            parser.error("no directory on a disk was found to move to; give --disk DIR")
-        options.disk, why = found
-        say(f"backstash plan: what moves goes to {options.disk} ({why}); --disk DIR names another")
-    plan = {
-        "name": "plan",
-        "session": "_fake_session.FakeSession" if options.fake else "_plan_session.PlanSession",
-        "target": rest[0],
-        "is_module": is_module,
-        "disk": options.disk,
-        "budgets": options.budget,
-        "recompute": options.recompute,
-        "json": options.json,
-        "trace": options.trace,
-        "quiet": False,
-        "restore": {},
-        "read_later": {},
-        "command": shlex.join(["backstash", "plan", *arguments[: len(arguments) - len(rest) + 1]]),
-    }
-    replace_process(plan, rest[1:], {})
+        options.disk, why = scratch_directory(parser)
+        say(f"backstash plan: {why}")
+    session = "_fake_session.FakeSession" if options.fake else "_plan_session.PlanSession"
+    replace_process(vars(options), script, session)
 
 
 def _plan_elsewhere(parser: Parser, options: argparse.Namespace) -> int:
@@ -100,7 +80,7 @@ def _plan_elsewhere(parser: Parser, options: argparse.Namespace) -> int:
             f"--json would be written over the step in {options.trace!r}; give another FILE"
         )
     try:
-        plan_for_trace(options.trace, options.budget, options.json)
+        plan_for_trace(vars(options))
     except UsageError as error:
         parser.error(str(error))
     return 0
@@ -141,6 +121,6 @@ def _parser() -> Parser:
 
 def _budgets(text: str) -> list[int]:
     try:
-        return [memory(each) for each in text.split(",")]
+        return [size(needs_unit=True)(each) for each in text.split(",")]
     except argparse.ArgumentTypeError as error:
         raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None

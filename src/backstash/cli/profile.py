@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 import tempfile
 from collections.abc import Sequence
 
 from ._arguments import Parser, directory, new_file
-from ._launch import check, replace_process, split
+from ._launch import check, read, replace_process
 
 __all__ = ["main"]
 
@@ -48,26 +47,10 @@ def main(arguments: Sequence[str]) -> int:
         2 after one line on stderr if the arguments cannot be used. Otherwise it does not return.
     """
     parser = _parser()
-    own, is_module, rest = split(parser, list(arguments))
-    options = parser.read(own)
-    check(parser, is_module, rest)
-    plan = {
-        "name": "profile",
-        "session": "_profile_session.ProfileSession",
-        "target": rest[0],
-        "is_module": is_module,
-        "steps": options.steps,
-        "disk": options.disk or tempfile.gettempdir(),
-        "json": options.json,
-        "html": options.html,
-        "quiet": False,
-        "restore": {},
-        "read_later": {},
-        "command": shlex.join(
-            ["backstash", "profile", *arguments[: len(arguments) - len(rest) + 1]]
-        ),
-    }
-    replace_process(plan, rest[1:], {})
+    options, script = read(parser, arguments)
+    check(parser, script)
+    options.disk = options.disk or tempfile.gettempdir()
+    replace_process(vars(options), script, "_profile_session.ProfileSession")
 
 
 def _parser() -> Parser:

@@ -3,40 +3,31 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ..errors import SizeError
 from ..launcher import Job
-from ..scratch import scratch
-from ..units import with_unit
-from ._allocator import CHOICES, Allocator, choose, find
+from ._allocator import CHOICES, choose, find
 from ._arguments import (
     Parser,
     by_rank,
     directory,
-    limit,
-    memory,
     new_file,
     recompute_option,
+    scratch_directory,
     size,
-    without_accelerator,
 )
-from ._launch import check, replace_process, split
-from ._machine import is_torch_of_cpu_alone
+from ._launch import Script, check, read, replace_process
+from ._rank_files import read as read_figures
 from ._say import say
 
 __all__ = ["main"]
 
-# torch reads it at its first allocation. The script and the processes that it starts always see the value from
-# before.
-_READ_LATER = ("THP_MEM_ALLOC_ENABLE",)
 _NOT_GIVEN = object()
+_COMPARED = ("command", "resident", "stats", "steps", "devices")  # of another run
 # Options that hardly any script has, and that users often write after it.
 _OFTEN_MISPLACED = (
     "--budget",
@@ -102,41 +93,28 @@ def main(arguments: Sequence[str]) -> int:
         2 after one line on stderr if the arguments cannot be used. Otherwise it does not return.
     """
     parser = _parser()
-    own, is_module, rest = split(parser, list(arguments))
-    options = parser.read(own)
-    check(parser, is_module, rest)
+    options, script = read(parser, arguments)
+    check(parser, script)
     _check(parser, options)
     if not options.quiet:
-        _note_misplaced(own, is_module, rest)
+        _note_misplaced(script)
     try:
         allocator = choose(options.malloc, os.environ, find())
     except LookupError as error:
         parser.error(str(error.args[0]))
-    own = list(arguments[: len(arguments) - len(rest) + 1])  # as far as SCRIPT
-    plan = _plan(options, own, is_module, rest[0], allocator)
-    replace_process(plan, rest[1:], allocator.environment)
+    plan = vars(options) | {"job": asdict(Job.now()), "allocator": asdict(allocator)}
+    replace_process(plan, script, "_session.RunSession", allocator.environment)
 
 
-def _note_misplaced(own: list[str], is_module: bool, rest: list[str]) -> None:
-    """Warn about options of ours that came after SCRIPT, and print the intended command."""
-    moved, script, at = [], rest[:1], 1
-    while at < len(rest):
-        end = at + 1
-        if rest[at].partition("=")[0] in _OFTEN_MISPLACED:
-            end += "=" not in rest[at]
-            moved.append(rest[at:end])
-        else:
-            script.append(rest[at])
-        at = end
-    if not moved:
-        return
-    options = [word for option in moved for word in option]
-    right = shlex.join(["backstash", "run", *own, *options, *["-m"] * is_module, *script])
-    names = " and ".join(option[0].partition("=")[0] for option in moved)
-    verb = "is" if len(moved) == 1 else "are"
-    say(
-        f"backstash: note: {names} after {rest[0]} {verb} given to the script; for backstash: `{right}`"
-    )
+def _note_misplaced(script: Script) -> None:
+    """Warn about options of ours that came after SCRIPT."""
+    target, *rest = script.words
+    names = [word.partition("=")[0] for word in rest]
+    if found := " and ".join(name for name in names if name in _OFTEN_MISPLACED):
+        say(
+            f"backstash: note: {found} after {target} goes to the script; options for backstash come before "
+            f"{target}"
+        )
 
 
 def _parser() -> Parser:
@@ -145,7 +123,7 @@ def _parser() -> Parser:
     add(
         "--budget",
         metavar="SIZE",
-        type=by_rank(_budget),
+        type=by_rank(size("auto", needs_unit=True)),
         help="the most memory at any moment of a step, of an accelerator's tensors or else of the process: a "
         "SIZE, or auto for what can be spared, which is the default where no budget is given",
     )
@@ -165,7 +143,7 @@ def _parser() -> Parser:
     add(
         "--keep",
         metavar="SIZE",
-        type=by_rank(_keep),
+        type=by_rank(size("auto", "unlimited", needs_unit=True)),
         default=_NOT_GIVEN,
         help="bytes that may stay in place: a SIZE, unlimited, or auto for half of the free memory (default: 0 "
         "with --disk or --host, but a step of the CPU that saves at most 96 MiB stays whole)",
@@ -173,7 +151,7 @@ def _parser() -> Parser:
     add(
         "--host",
         metavar="SIZE",
-        type=by_rank(_or_auto),
+        type=by_rank(size("auto", "unlimited")),
         help="bytes of pinned host memory for an accelerator's tensors (default auto)",
     )
     add(
@@ -185,13 +163,13 @@ def _parser() -> Parser:
     add(
         "--max-bytes",
         metavar="SIZE",
-        type=by_rank(limit),
+        type=by_rank(size("unlimited")),
         help="most bytes on disk at once (default unlimited)",
     )
     add(
         "--min-bytes",
         metavar="SIZE",
-        type=_size_or_auto,
+        type=size("auto"),
         default="auto",
         help="smaller tensors stay in place (default auto: 64KiB, or 16KiB where a budget needs it)",
     )
@@ -202,7 +180,7 @@ def _parser() -> Parser:
         add(
             window,
             metavar="SIZE",
-            type=_size_or_auto,
+            type=size("auto"),
             default="auto",
             help=f"{what}: a SIZE, or auto, an eighth of what a step saves, at most 128MiB (default auto)",
         )
@@ -230,44 +208,15 @@ def _parser() -> Parser:
     return parser
 
 
-def _or_auto(text: str) -> int | str | None:
-    return text if text == "auto" else limit(text)
-
-
-def _keep(text: str) -> int | str | None:
-    try:
-        with_unit(text, name="keep")
-    except SizeError:
-        raise argparse.ArgumentTypeError(
-            f"{text} is {text} bytes; with a unit: `{text}GiB`"
-        ) from None
-    return _or_auto(text)
-
-
-def _size_or_auto(text: str) -> int | str:
-    return text if text == "auto" else size(text)
-
-
-def _budget(text: str) -> int | str:
-    return text if text == "auto" else memory(text)
-
-
 def _figures(text: str) -> dict[str, Any]:
     """Return the figures to compare with, from the JSON of another run."""
     try:
-        found = json.loads(_own_file(os.path.expanduser(text)).read_text(encoding="utf-8"))
-        return {
-            "file": text,
-            "command": str(found["command"]),
-            "resident": {"over_start_bytes": int(found["resident"]["over_start_bytes"])},
-            "stats": {"written_bytes": int(found["stats"]["written_bytes"])},
-            "steps": {"median_seconds": found.get("steps", {}).get("median_seconds")},
-            "devices": {str(name): int(peak) for name, peak in found.get("devices", {}).items()},
-        }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        found = read_figures(str(_own_file(os.path.expanduser(text))))
+    except (OSError, ValueError):
         raise argparse.ArgumentTypeError(
             f"{text!r} is not the figures of a run; allowed: a file that `backstash run --json` wrote"
         ) from None
+    return {"file": text} | {name: found[name] for name in _COMPARED}
 
 
 def _own_file(path: str) -> Path:
@@ -292,9 +241,6 @@ def _check(parser: Parser, options: argparse.Namespace) -> None:
             f"{what}: give --disk DIR, for example --disk /scratch, or for the tensors of a GPU "
             "--host SIZE, for example --host 24GiB or --host auto"
         )
-    host_alone = options.host is not None and options.disk is None and options.keep is not None
-    if host_alone and is_torch_of_cpu_alone():  # otherwise the session asks torch after its import
-        parser.error(without_accelerator(options.host))
     options.host = "auto" if options.host is None else options.host
 
 
@@ -319,47 +265,4 @@ def _check_planned(parser: Parser, options: argparse.Namespace) -> None:
     if options.save_plan is not None and options.budget is None and options.plan is None:
         parser.error("--save-plan needs a budget; give --budget SIZE or --budget auto as well")
     if (options.budget is not None or options.plan is not None) and options.disk is None:
-        found = scratch()
-        if found is None:
-            parser.error(
-                "no directory on a disk was found to move to ($TMPDIR or /tmp, /scratch, /var/tmp and "
-                "the working directory were tried); give --disk DIR"
-            )
-        options.disk, why = found
-        options.scratch = f"what moves goes to {options.disk} ({why}); --disk DIR names another"
-
-
-def _plan(
-    options: argparse.Namespace,
-    own: list[str],
-    is_module: bool,
-    target: str,
-    allocator: Allocator,
-) -> dict[str, Any]:
-    before = {name: os.environ.get(name) for name in allocator.environment}
-    sizes = ("keep", "host", "max_bytes", "min_bytes", "inflight", "prefetch")
-    return {name: getattr(options, name) for name in ("disk", *sizes)} | {
-        "name": "run",
-        "job": asdict(Job.now()),
-        "session": "_session.RunSession",
-        "target": target,
-        "is_module": is_module,
-        "json": options.json,
-        "budget": options.budget,
-        "plan": options.plan,
-        "save_plan": options.save_plan,
-        "recompute": options.recompute,
-        "leaves_small": options.leaves_small,
-        "scratch": options.scratch,
-        "report": options.report,
-        "compare": options.compare,
-        "quiet": options.quiet,
-        "verbose": options.verbose,
-        "strict": options.strict,
-        "allocator": allocator.as_dict(),
-        "restore": before,
-        "read_later": {
-            name: value for name, value in allocator.environment.items() if name in _READ_LATER
-        },
-        "command": shlex.join(["backstash", "run", *own]),
-    }
+        options.disk, options.scratch = scratch_directory(parser)
