@@ -167,11 +167,9 @@ def choose(root: Item, facts: Facts, depth: int | None) -> Choice:
     """Return the tree to draw, opened to ``depth`` or as far as it stays readable."""
     if depth is None:
         _mark_small(root, facts)
-    costs = _costs(root, facts)
-    deepest = len(costs) - 1
+    deepest = 1 + max(len(item.path) for item in walk(root))
     if depth is None:
-        readable = [each for each in range(1, deepest + 1) if costs[each] <= _MOST_BOXES]
-        chosen, most = max(readable, default=min(1, deepest)), _MOST_BOXES
+        chosen, most = _readable_depth(root, facts, deepest), _MOST_BOXES
     else:
         chosen, most = min(depth, deepest), _MOST_ASKED
     drawn = _opened(root, chosen)
@@ -193,27 +191,12 @@ def _mark_small(root: Item, facts: Facts) -> None:
             item.is_small = saving <= 1
 
 
-def _costs(root: Item, facts: Facts) -> list[int]:
-    """Return the number of boxes at each depth, from 0 to the one that opens everything."""
-    deepest = max((len(item.path) for item in walk(root)), default=0) + 1
-    opened = [0] * (deepest + 1)  # boxes that exist from this depth on
-    folded = [0] * (deepest + 1)  # boxes that exist at this depth only
-    ahead = [root]
-    while ahead:
-        item = ahead.pop()
-        if item.is_small:
-            opened[len(item.path)] += 1
-            continue
-        if item.kind == "op":
-            opened[len(item.path) + 1] += 1 + len(facts.ops[item.first].leaves)
-        elif item.kind == "module":
-            folded[len(item.path)] += 1
-        ahead += item.children
-    total, costs = 0, []
-    for depth in range(deepest + 1):
-        total += opened[depth]
-        costs.append(total + folded[depth])
-    return costs
+def _readable_depth(root: Item, facts: Facts, deepest: int) -> int:
+    """Return the greatest depth, at least 1, at which a person can read all boxes."""
+    depth = 1
+    while depth < deepest and _boxes(_opened(root, depth + 1), facts) <= _MOST_BOXES:
+        depth += 1
+    return depth
 
 
 def _opened(root: Item, depth: int) -> Item:
