@@ -173,22 +173,22 @@ def place_leaves(facts: Facts, drafts: Drafts) -> tuple[list[LeafBox], dict[int,
     """Return boxes for leaves; and for each folded box, the leaves that no other box uses."""
     roots = {root.leaf for root in facts.roots if root.leaf is not None}
     uses: list[dict[int, int]] = [{} for _ in facts.leaves]
-    slots: list[list[object]] = [[("leaf", leaf)] for leaf in range(len(facts.leaves))]
+    slots: list[set[object]] = [set() for _ in facts.leaves]
     for index, op in enumerate(facts.ops):
         box = drafts.box_of[index]
         for slot, leaf in enumerate(op.leaves):
             uses[leaf][box] = uses[leaf].get(box, 0) + 1
-            # Copies of a repeated run share slots, so the leaves used in one slot become one box.
-            slots[leaf].append((box, index - drafts.start_of[index], slot))
+            # Copies of a repeated run share slots, so the leaves of all copies become one box.
+            slots[leaf].add((box, index - drafts.start_of[index], slot))
     inside: dict[int, list[int]] = {}
-    classes = _Classes()
+    alike: dict[object, list[int]] = {}
     for leaf, used in enumerate(uses):
         only = next(iter(used)) if len(used) == 1 and leaf not in roots else None
         if only is not None and drafts.boxes[only].item.kind == "fold":
             inside.setdefault(only, []).append(leaf)
         else:
-            classes.add(leaf, slots[leaf])
-    return _merged([_box(leaves, uses) for leaves in classes.groups()]), inside
+            alike.setdefault(frozenset(slots[leaf]) or leaf, []).append(leaf)
+    return _merged([_box(leaves, uses) for leaves in alike.values()]), inside
 
 
 def _box(leaves: list[int], uses: list[dict[int, int]]) -> LeafBox:
@@ -213,35 +213,6 @@ def _merged(boxes: list[LeafBox]) -> list[LeafBox]:
             alike[0].leaves, alike[0].uses, alike[0].merged = leaves, {user: count}, True
             gone.update(id(box) for box in alike[1:])
     return [box for box in boxes if id(box) not in gone]
-
-
-class _Classes:
-    """Equivalence classes of leaves: leaves that share a slot, directly or through others, are in one class."""
-
-    def __init__(self) -> None:
-        self._leaf_of: dict[object, int] = {}
-        self._parent: dict[int, int] = {}
-
-    def add(self, leaf: int, slots: list[object]) -> None:
-        """Join ``leaf`` with all leaves that have one of ``slots``."""
-        self._parent[leaf] = leaf
-        for slot in slots:
-            other = self._find(self._leaf_of.setdefault(slot, leaf))
-            own = self._find(leaf)
-            if own != other:
-                self._parent[max(own, other)] = min(own, other)
-
-    def _find(self, leaf: int) -> int:
-        while self._parent[leaf] != leaf:
-            self._parent[leaf] = leaf = self._parent[self._parent[leaf]]
-        return leaf
-
-    def groups(self) -> list[list[int]]:
-        """Return the classes, in the order of their first leaf."""
-        found: dict[int, list[int]] = {}
-        for leaf in self._parent:
-            found.setdefault(self._find(leaf), []).append(leaf)
-        return list(found.values())
 
 
 def leaves_inside(leaves: list[Leaf], box: Draft) -> tuple[DrawnLeaf, ...]:
