@@ -6,8 +6,8 @@ import textwrap
 from collections.abc import Iterator, Sequence
 
 from ._colors import LIGHT, Colors, LegendEntry
-from ._records import DrawnGraph, DrawnNode
-from ._text import bytes_of, cells_of, frame_title, headline, shortened, size_of, xml
+from ._records import DrawnGraph, DrawnNode, path_around
+from ._text import bytes_of, cells_of, frame_title, headline, relative, shortened, size_of, xml
 
 __all__ = ["FONT", "to_dot"]
 
@@ -74,9 +74,6 @@ def _frames(drawing: DrawnGraph, colors: Colors) -> Iterator[str]:
     for index, group in enumerate(drawing.groups):
         inside.setdefault(group.parent, []).append(index)
     framed = {node for group in drawing.groups for node in group.nodes}
-    paths: list[str] = []
-    for group in drawing.groups:
-        paths.append(group.module or (paths[group.parent] if group.parent is not None else ""))
     ahead = [(index, False) for index in reversed(inside.get(None, []))]
     while ahead:
         index, is_end = ahead.pop()
@@ -88,7 +85,7 @@ def _frames(drawing: DrawnGraph, colors: Colors) -> Iterator[str]:
         yield f'    graph [label=<<B>{xml(frame_title(group))}</B>>, fontsize=11, style="rounded,filled"];'
         yield f'    graph [color="{LIGHT["line"]}", fillcolor="{LIGHT["frame"]}", margin=12];'
         for node in group.nodes:
-            yield _box(node, drawing, colors, paths[index])
+            yield _box(node, drawing, colors, path_around(index, drawing.groups))
         ahead.append((index, True))
         ahead += [(each, False) for each in reversed(inside.get(index, []))]
     for number in range(len(drawing.nodes)):
@@ -108,7 +105,7 @@ def _box(index: int, drawing: DrawnGraph, colors: Colors, frame_path: str) -> st
 def _rows(node: DrawnNode, show_dtype: bool, colors: Colors, frame_path: str) -> Iterator[str]:
     """Yield the rows of a box: the heading and size, details, leaves, saved tensors."""
     times = f"{node.repeats:,} x " if node.repeats > 1 else ""
-    label = times + shortened(_relative(node.label, frame_path), _MOST_LABEL)
+    label = times + shortened(relative(node.label, frame_path), _MOST_LABEL)
     size = size_of(node.shape, node.dtype, show_dtype=show_dtype)
     if node.kind in ("parameter", "leaf") and node.nbytes:
         size = f"{size}  {bytes_of(node.nbytes, 0, 1)}"
@@ -116,7 +113,7 @@ def _rows(node: DrawnNode, show_dtype: bool, colors: Colors, frame_path: str) ->
     yield f'<TD ALIGN="RIGHT">{_small(size)}</TD></TR>'
     details = [node.detail]
     if node.kind == "operation":
-        details.append(_relative(node.module, frame_path))
+        details.append(relative(node.module, frame_path))
     for detail in details:
         if detail and detail != frame_path:
             words = _small(shortened(detail, _MOST_DETAIL))
@@ -144,9 +141,3 @@ def _row(chips: str, texts: Sequence[str], ground: str, ink: str) -> str:
 
 def _small(text: str, color: str = LIGHT["muted"]) -> str:
     return f'<FONT COLOR="{color}" POINT-SIZE="{_SMALL}">{xml(text)}</FONT>' if text else ""
-
-
-def _relative(path: str, frame_path: str) -> str:
-    if frame_path and path == frame_path:
-        return ""
-    return path.removeprefix(f"{frame_path}.") if frame_path else path

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ._facts import Facts, Leaf
-from ._records import DrawnGroup, DrawnLeaf
-from ._text import clean
+from ._records import DrawnGroup, DrawnLeaf, agreed, path_around
+from ._text import clean, relative
 from ._tree import Item
 
 __all__ = ["Draft", "Drafts", "LeafBox", "draft", "leaves_inside", "place_leaves"]
@@ -77,7 +77,7 @@ def draft(root: Item, classes: dict[str, str]) -> Drafts:
             repeats += 1
         if _has_frame(item, visit.times):
             group = len(found.groups)
-            found.groups.append(_frame(visit, classes, _path_around(visit.group, found.groups)))
+            found.groups.append(_frame(visit, classes, path_around(visit.group, found.groups)))
         times = item if item.kind == "repeat" and len(item.children) == 1 else None
         for child in reversed(item.children):
             inner = _Visit(child, group, visit.repeats, visit.offsets, visit.copies, times)
@@ -129,27 +129,17 @@ def _contents(item: Item, classes: dict[str, str]) -> str:
     return f"({', '.join([*names, f'{others:,} more nodes'] if others else names)})"
 
 
-def _path_around(group: int | None, groups: list[DrawnGroup]) -> str:
-    while group is not None and not groups[group].module:
-        group = groups[group].parent
-    return groups[group].module if group is not None else ""
-
-
-def _relative(path: tuple[str, ...], around: str) -> str:
-    whole = ".".join(path)
-    return whole.removeprefix(f"{around}.") if around else whole
-
-
 def _frame(visit: _Visit, classes: dict[str, str], around: str) -> DrawnGroup:
     item, times = visit.item, visit.times
     path = ".".join(item.path)
-    shown = _relative(item.path, around)
+    shown = relative(path, around)
     if item.kind == "repeat":
         title = f"{item.count:,} x {_contents(item, classes)}"
         repeats, chained = item.count, item.chained
     elif times is not None:
         name = classes.get(path, "")
-        span = f"{shown} … {_relative(times.last_path, around)}"
+        last = relative(".".join(times.last_path), around)
+        span = f"{shown} … {last}"
         title = f"{times.count:,} x {name}  {span}" if name else f"{times.count:,} x {span}"
         repeats, chained = times.count, times.chained
     else:
@@ -232,11 +222,10 @@ def leaves_inside(leaves: list[Leaf], box: Draft) -> tuple[DrawnLeaf, ...]:
 
 
 def _inside(name: str, leaves: list[Leaf]) -> DrawnLeaf:
-    shapes, dtypes = {leaf.shape for leaf in leaves}, {leaf.dtype for leaf in leaves}
     return DrawnLeaf(
         name=clean(name),
-        shape=shapes.pop() if len(shapes) == 1 else None,
-        dtype=dtypes.pop() if len(dtypes) == 1 else "",
+        shape=agreed((leaf.shape for leaf in leaves), None),
+        dtype=agreed((leaf.dtype for leaf in leaves), ""),
         count=len(leaves),
         nbytes=sum(leaf.nbytes for leaf in leaves),
         is_parameter=all(leaf.is_parameter for leaf in leaves),

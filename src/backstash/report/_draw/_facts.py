@@ -76,6 +76,11 @@ class Facts:
     """Number of nodes that are labelled with a module's path."""
     names: Names
 
+    def held(self) -> Iterator[HeldTensor]:
+        """Yield the tensors that all nodes hold, in the order of forward."""
+        for op in self.ops:
+            yield from op.held
+
 
 def read(outputs: Outputs, names: Names) -> Facts:
     """Read everything that backward from ``outputs`` would reach."""
@@ -143,18 +148,10 @@ def _forward_order(nodes: list[Any]) -> list[Any]:
 
 def _by_first_use(leaves: list[Any], order: list[Any]) -> dict[Any, int]:
     """Return leaves with their numbers, in the order in which forward first used them."""
-    found = dict.fromkeys(leaves, -1)
-    count = 0
-    for node in order:
-        for following, _ in node.next_functions:
-            if found.get(following) == -1:
-                found[following] = count
-                count += 1
-    for leaf, number in found.items():
-        if number == -1:  # an output itself
-            found[leaf] = count
-            count += 1
-    return dict(sorted(found.items(), key=lambda pair: pair[1]))
+    known = set(leaves)
+    used = [each for node in order for each, _ in node.next_functions if each in known]
+    # A leaf that no node uses is an output itself.
+    return {leaf: number for number, leaf in enumerate(dict.fromkeys([*used, *leaves]))}
 
 
 def _op(node: Any, given: str, reader: Reader) -> OpFacts:
@@ -177,12 +174,10 @@ def _leaf(node: Any, index: int, names: Names) -> Leaf:
     tensor = getattr(node, "variable", None)
     if not isinstance(tensor, Tensor):
         return Leaf(f"leaf {index} (gone)", False, None, "", 0, None)
-    shape = sizes_of(tensor)
-    name = names.of(tensor)
     return Leaf(
-        name=name,
-        is_parameter=names.is_parameter(tensor),
-        shape=shape,
+        name=names.of(tensor),
+        is_parameter=isinstance(tensor, nn.Parameter),
+        shape=sizes_of(tensor),
         dtype=str(tensor.dtype).removeprefix("torch."),
         nbytes=_leaf_bytes(tensor),
         storage=storage_of(tensor),
@@ -233,10 +228,6 @@ class Names:
         """Return the name of a leaf; ``""`` if the caller gave none. Two names are joined by ``=``."""
         self._used.add(id(tensor))
         return self._owned.get(id(tensor), ("", tensor))[0]
-
-    def is_parameter(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` is an ``nn.Parameter``."""
-        return isinstance(tensor, nn.Parameter)
 
     def made(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the named tensors that are not leaves."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ._records import DrawnGraph, DrawnNode
+from ._records import DrawnGraph, DrawnNode, frames_around
 from ._text import bytes_of, cells_of, frame_title, headline, size_of
+from ._tree import common_path
 
 __all__ = ["to_text"]
 
@@ -27,10 +28,7 @@ def _boxes(drawing: DrawnGraph) -> Iterator[str]:
     around: tuple[int, ...] = ()
     for index in _order(drawing, chains):
         chain = chains[index]
-        same = 0
-        while same < min(len(chain), len(around)) and chain[same] == around[same]:
-            same += 1
-        for depth in range(same, len(chain)):
+        for depth in range(len(common_path([chain, around])), len(chain)):
             yield f"{'  ' * depth}{frame_title(drawing.groups[chain[depth]])}:"
         around = chain
         node = drawing.nodes[index]
@@ -55,13 +53,10 @@ def _heading(node: DrawnNode) -> str:
 
 def _chains(drawing: DrawnGraph) -> list[tuple[int, ...]]:
     """Return, for each box, the frames around it, outermost first."""
-    of_group: list[tuple[int, ...]] = []
     found: list[tuple[int, ...]] = [()] * len(drawing.nodes)
     for number, group in enumerate(drawing.groups):
-        around = of_group[group.parent] if group.parent is not None else ()
-        of_group.append((*around, number))
         for node in group.nodes:
-            found[node] = of_group[-1]
+            found[node] = frames_around(number, drawing.groups)
     return found
 
 

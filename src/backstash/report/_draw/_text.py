@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from xml.sax.saxutils import escape
+
 from ..._text import clean as whole
 from ...places import label_of
 from ...units import format_bytes
@@ -14,6 +16,7 @@ __all__ = [
     "frame_title",
     "headline",
     "joined_shape",
+    "relative",
     "short_name",
     "shortened",
     "size_of",
@@ -57,9 +60,18 @@ def xml(text: str) -> str:
     >>> xml('<a href="x">&')
     '&lt;a href=&quot;x&quot;&gt;&amp;'
     """
-    for character, entity in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ('"', "&quot;")):
-        text = text.replace(character, entity)
-    return text
+    return escape(text, {'"': "&quot;"})
+
+
+def relative(path: str, around: str) -> str:
+    """Return ``path`` without the path ``around`` it; ``""`` if they are the same.
+
+    >>> relative("blocks.0.up", "blocks.0"), relative("blocks.0", "blocks.0"), relative("head", "")
+    ('up', '', 'head')
+    """
+    if path == around:
+        return ""
+    return path.removeprefix(f"{around}.") if around else path
 
 
 def short_name(name: str) -> str:

@@ -9,8 +9,9 @@ which stretches are left out. Between the two, ``_repeats`` joins equal runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from ._facts import Facts
 
@@ -24,6 +25,7 @@ __all__ = [
     "walk",
 ]
 
+_T = TypeVar("_T", str, int)
 _MOST_BOXES = 60
 """The most boxes with ``depth=None``, about as many as a person can read."""
 _MOST_ASKED = 240
@@ -67,7 +69,7 @@ def grow(paths: list[tuple[str, ...]]) -> Item:
     root = Item("module", 0, len(paths))
     open_items = [root]
     for index, path in enumerate(paths):
-        keep = 1 + _shared(open_items[-1].path, path)
+        keep = 1 + len(common_path([open_items[-1].path, path]))
         while len(open_items) > keep:
             open_items.pop().end = index
         while len(open_items) <= len(path):
@@ -87,16 +89,6 @@ def walk(root: Item) -> Iterator[Item]:
         item = ahead.pop()
         yield item
         ahead += reversed(item.children)
-
-
-def _shared(one: tuple[str, ...], other: tuple[str, ...]) -> int:
-    """Return how many leading names two paths share."""
-    count = 0
-    for mine, theirs in zip(one, other, strict=False):
-        if mine != theirs:
-            break
-        count += 1
-    return count
 
 
 def inferred_paths(facts: Facts) -> list[tuple[str, ...]]:
@@ -123,11 +115,12 @@ def _module_of_leaf(name: str) -> tuple[str, ...] | None:
     return tuple(first.split(".")[:-1]) or None
 
 
-def common_path(paths: list[tuple[str, ...]]) -> tuple[str, ...]:
-    """Return the leading names that all ``paths`` share."""
-    shared = paths[0]
-    for path in paths[1:]:
-        shared = shared[: _shared(shared, path)]
+def common_path(paths: Iterable[tuple[_T, ...]]) -> tuple[_T, ...]:
+    """Return the leading names (or numbers) that all ``paths`` share."""
+    shared, *others = paths
+    for path in others:
+        while path[: len(shared)] != shared:
+            shared = shared[:-1]
     return shared
 
 
