@@ -10,7 +10,7 @@ from typing import Any
 
 from ..units import format_bytes
 from ._levels import TIERS
-from ._timeline_snapshot import TimelineSnapshot
+from ._timeline_figures import TimelineFigures
 
 __all__ = ["write_chrome_trace"]
 
@@ -30,7 +30,7 @@ _WORDS = {
 }
 
 
-def write_chrome_trace(line: TimelineSnapshot, path: str | os.PathLike[str]) -> None:
+def write_chrome_trace(line: TimelineFigures, path: str | os.PathLike[str]) -> None:
     """Write the timeline ``line`` to ``path``; an existing file is replaced."""
     pid = os.getpid()
     began = line.began_seconds
@@ -49,7 +49,7 @@ def _microseconds(seconds: float) -> float:
     return round(seconds * 1e6, 3)
 
 
-def _numbers(line: TimelineSnapshot) -> dict[int, int]:
+def _numbers(line: TimelineFigures) -> dict[int, int]:
     """Return each thread's track number, in the order in which threads first appear."""
     return {
         thread: _THREADS + at
@@ -57,7 +57,7 @@ def _numbers(line: TimelineSnapshot) -> dict[int, int]:
     }
 
 
-def _tracks(line: TimelineSnapshot, pid: int) -> Iterator[dict[str, Any]]:
+def _tracks(line: TimelineFigures, pid: int) -> Iterator[dict[str, Any]]:
     """Yield the names of the process and of its tracks."""
     names = {_STEPS: "steps", _PHASES: "forward and backward"}
     known = {thread.ident: thread.name for thread in threading.enumerate()}
@@ -75,7 +75,7 @@ def _tracks(line: TimelineSnapshot, pid: int) -> Iterator[dict[str, Any]]:
         yield head | {"name": "thread_sort_index", "args": {"sort_index": number}}
 
 
-def _counters(line: TimelineSnapshot, pid: int, began: float) -> Iterator[dict[str, Any]]:
+def _counters(line: TimelineFigures, pid: int, began: float) -> Iterator[dict[str, Any]]:
     last: dict[str, int] = {}
     for level in line.levels:
         for field, name in TIERS.items():
@@ -92,7 +92,7 @@ def _counters(line: TimelineSnapshot, pid: int, began: float) -> Iterator[dict[s
                 }
 
 
-def _spans(line: TimelineSnapshot, pid: int, began: float) -> Iterator[dict[str, Any]]:
+def _spans(line: TimelineFigures, pid: int, began: float) -> Iterator[dict[str, Any]]:
     for step in line.steps:
         args: dict[str, Any] = {"stall_seconds": step.stall_seconds, "peak_bytes": step.peak_bytes}
         yield _span(pid, _STEPS, f"step {step.label}", "step", _from(step, began), args)
