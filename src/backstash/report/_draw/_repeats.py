@@ -90,8 +90,6 @@ def _folded(children: list[Item], kinds: _Kinds) -> list[Item]:
             copies = lengths[place] // k + 1
             if (copies - 1) * k > most and _is_worth(children, place, k, copies):
                 best, most = k, (copies - 1) * k
-        if best and _starts_better_later(children, place, best, runs[best]):
-            best = 0
         if not best:
             found.append(children[place])
             place += 1
@@ -132,13 +130,6 @@ def _is_worth(children: list[Item], place: int, k: int, copies: int) -> bool:
     if any(child.kind == "module" for child in children[place : place + k]):
         return copies > 2 or nodes >= _FEWEST_MODULES_OPS
     return copies > 2 and nodes >= _FEWEST_OPS
-
-
-def _starts_better_later(children: list[Item], place: int, k: int, lengths: list[int]) -> bool:
-    """Whether the next child is a module, unlike this one, and the run from it has as many copies."""
-    if children[place].kind == "module" or children[place + 1].kind != "module":
-        return False
-    return lengths[place + 1] // k == lengths[place] // k
 
 
 def _repeat(children: list[Item], k: int, copies: int, facts: Facts) -> Item:
