@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from ._colors import LIGHT, Colors, LegendEntry
 from ._records import DrawnGraph, DrawnNode, path_around
-from ._text import bytes_of, cells_of, frame_title, headline, relative, shortened, size_of, xml
+from ._text import cells_of, frame_title, headline, relative, shortened, size_line, xml
 
 __all__ = ["FONT", "to_dot"]
 
@@ -106,9 +106,7 @@ def _rows(node: DrawnNode, show_dtype: bool, colors: Colors, frame_path: str) ->
     """Yield the rows of a box: the heading and size, details, leaves, saved tensors."""
     times = f"{node.repeats:,} x " if node.repeats > 1 else ""
     label = times + shortened(relative(node.label, frame_path), _MOST_LABEL)
-    size = size_of(node.shape, node.dtype, show_dtype=show_dtype)
-    if node.kind in ("parameter", "leaf") and node.nbytes:
-        size = f"{size}  {bytes_of(node.nbytes, 0, 1)}"
+    size = size_line(node, show_dtype=show_dtype)
     yield f'<TR><TD ALIGN="LEFT" COLSPAN="3"><B>{xml(label) or " "}</B></TD>'
     yield f'<TD ALIGN="RIGHT">{_small(size)}</TD></TR>'
     details = [node.detail]

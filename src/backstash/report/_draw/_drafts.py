@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -153,7 +154,7 @@ class LeafBox:
     """Leaves in one box: corresponding leaves of all copies of a repeat, or many leaves of one box."""
 
     leaves: list[int]
-    uses: dict[int, int] = field(default_factory=dict)
+    uses: Counter[int]
     """For each box that uses them, the number of uses."""
     merged: bool = False
     """Whether they share a box only because there were too many."""
@@ -162,12 +163,12 @@ class LeafBox:
 def place_leaves(facts: Facts, drafts: Drafts) -> tuple[list[LeafBox], dict[int, list[int]]]:
     """Return boxes for leaves; and for each folded box, the leaves that no other box uses."""
     roots = {root.leaf for root in facts.roots if root.leaf is not None}
-    uses: list[dict[int, int]] = [{} for _ in facts.leaves]
+    uses: list[Counter[int]] = [Counter() for _ in facts.leaves]
     slots: list[set[object]] = [set() for _ in facts.leaves]
     for index, op in enumerate(facts.ops):
         box = drafts.box_of[index]
         for slot, leaf in enumerate(op.leaves):
-            uses[leaf][box] = uses[leaf].get(box, 0) + 1
+            uses[leaf][box] += 1
             # Copies of a repeated run share slots, so the leaves of all copies become one box.
             slots[leaf].add((box, index - drafts.start_of[index], slot))
     inside: dict[int, list[int]] = {}
@@ -178,15 +179,11 @@ def place_leaves(facts: Facts, drafts: Drafts) -> tuple[list[LeafBox], dict[int,
             inside.setdefault(only, []).append(leaf)
         else:
             alike.setdefault(frozenset(slots[leaf]) or leaf, []).append(leaf)
-    return _merged([_box(leaves, uses) for leaves in alike.values()]), inside
-
-
-def _box(leaves: list[int], uses: list[dict[int, int]]) -> LeafBox:
-    found = LeafBox(leaves)
-    for leaf in leaves:
-        for box, count in uses[leaf].items():
-            found.uses[box] = found.uses.get(box, 0) + count
-    return found
+    boxes = [
+        LeafBox(leaves, sum((uses[leaf] for leaf in leaves), Counter()))
+        for leaves in alike.values()
+    ]
+    return _merged(boxes), inside
 
 
 def _merged(boxes: list[LeafBox]) -> list[LeafBox]:
@@ -200,7 +197,7 @@ def _merged(boxes: list[LeafBox]) -> list[LeafBox]:
         if len(alike) > _MOST_SEPARATE:
             leaves = [leaf for box in alike for leaf in box.leaves]
             count = sum(box.uses[user] for box in alike)
-            alike[0].leaves, alike[0].uses, alike[0].merged = leaves, {user: count}, True
+            alike[0].leaves, alike[0].uses, alike[0].merged = leaves, Counter({user: count}), True
             gone.update(id(box) for box in alike[1:])
     return [box for box in boxes if id(box) not in gone]
 

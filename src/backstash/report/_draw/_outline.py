@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ._records import DrawnGraph, DrawnNode, frames_around
-from ._text import bytes_of, cells_of, frame_title, headline, size_of
+from ._records import DrawnGraph, frames_around
+from ._text import frame_title, headline, row_lines, size_line
 from ._tree import common_path
 
 __all__ = ["to_text"]
@@ -33,22 +33,13 @@ def _boxes(drawing: DrawnGraph) -> Iterator[str]:
         around = chain
         node = drawing.nodes[index]
         used = f"from {', '.join(inputs[index])}" if index in inputs else ""
-        texts = [f"#{index}", _heading(node), node.detail, used]
+        times = f"{node.repeats:,} x " if node.repeats > 1 else ""
+        size = size_line(node, show_dtype=False)
+        texts = [f"#{index}", times + node.label, size, node.detail, used]
         indent = "  " * len(chain)
         yield indent + "  ".join(filter(None, texts))
-        for what, rows in (("holds", node.leaves), ("saved", node.tensors)):
-            for row in rows:
-                texts = [what, *cells_of(row, show_dtype=drawing.color_by == "dtype")]
-                yield f"{indent}    {'  '.join(filter(None, texts))}"
-
-
-def _heading(node: DrawnNode) -> str:
-    times = f"{node.repeats:,} x " if node.repeats > 1 else ""
-    nbytes = (
-        bytes_of(node.nbytes, 0, 1) if node.kind in ("parameter", "leaf") and node.nbytes else ""
-    )
-    size = size_of(node.shape, node.dtype, show_dtype=False)
-    return "  ".join(filter(None, (times + node.label, size, nbytes)))
+        for line in row_lines(node, show_dtype=drawing.color_by == "dtype"):
+            yield f"{indent}    {line}"
 
 
 def _chains(drawing: DrawnGraph) -> list[tuple[int, ...]]:
