@@ -16,14 +16,9 @@ __all__ = ["write_chrome_trace"]
 
 _STEPS, _PHASES, _THREADS = 1, 2, 3  # track numbers; threads have 3 and up
 _WORDS = {
-    "write": "write",
-    "read": "read",
-    "save": "save",
     "pack": "packed to",
     "drop": "discarded, to be recomputed:",
     "decode": "rebuilt",
-    "use": "use",
-    "free": "free",
     "land": "memory freed",
     "return": "write failed, kept in memory",
     "lose": "changed in place while it moved",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ._bounds import CHANGES
 from ._levels import BELOW, TIERS
 from ._timeline_figures import TimelineFigures
 
@@ -116,14 +117,12 @@ def _modules(line: TimelineFigures, began: float) -> dict[str, Any]:
         for use in line.modules
     ]
     moves = line.lives.moves
-    lives = {
+    lives: dict[str, list[Any]] = {
         "paths": [move.path for move in moves],
         "seconds": [round(move.seconds - began, 6) for move in moves],
-        "memory": [move.memory_bytes for move in moves],
-        "down": [move.down_bytes for move in moves],
-        "packed": [move.packed_bytes for move in moves],
-        "recomputed": [move.recomputed_bytes for move in moves],
     }
+    for name in CHANGES:
+        lives[name] = [getattr(move, f"{name}_bytes") for move in moves]
     count = len(line.steps)
     span = f"over {count} step{'s' if count != 1 else ''}" if count else "over the whole recording"
     note = f"What each module's own operations saved, {span}."
