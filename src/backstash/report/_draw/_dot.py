@@ -98,7 +98,7 @@ def _box(index: int, drawing: DrawnGraph, colors: Colors, frame_path: str) -> st
     fill, edge = colors.box(node)
     style = "filled,rounded,dashed" if node.kind == "folded" else "filled,rounded"
     rows = "".join(_rows(node, drawing.color_by == "dtype", colors, frame_path))
-    look = f'style="{style}", fillcolor="{fill}", color="{edge}"'
+    look = f'style="{style}", fillcolor="{fill.color}", color="{edge}"'
     return f"    n{index} [label=<{_TABLE}{rows}</TABLE>>, {look}];"
 
 
@@ -117,21 +117,20 @@ def _rows(node: DrawnNode, show_dtype: bool, colors: Colors, frame_path: str) ->
             words = _small(shortened(detail, _MOST_DETAIL))
             yield f'<TR><TD ALIGN="LEFT" COLSPAN="4">{words}</TD></TR>'
     for leaf in node.leaves:
-        ground = LIGHT["parameter" if leaf.is_parameter else "leaf"]
-        yield _row("", cells_of(leaf, show_dtype=show_dtype), ground, LIGHT["ink"])
+        yield _row("", cells_of(leaf, show_dtype=show_dtype), colors.leaf(leaf))
     for tensor in node.tensors:
-        chips = "".join(_small("■", color) for color in colors.chips(tensor))
-        cells = cells_of(tensor, show_dtype=show_dtype)
-        yield _row(chips, cells, *colors.band(tensor))
+        marks = dict.fromkeys(chip.color for chip in colors.chips(tensor))
+        chips = "".join(_small("■", color) for color in marks)
+        yield _row(chips, cells_of(tensor, show_dtype=show_dtype), colors.band(tensor))
 
 
-def _row(chips: str, texts: Sequence[str], ground: str, ink: str) -> str:
-    words = [_small(shortened(text, _MOST_CELL), ink) for text in texts]
+def _row(chips: str, texts: Sequence[str], look: LegendEntry) -> str:
+    words = [_small(shortened(text, _MOST_CELL), look.ink) for text in texts]
     if chips:
-        words[0] = chips + _small(_SPACE + shortened(texts[0], _MOST_CELL), ink)
+        words[0] = chips + _small(_SPACE + shortened(texts[0], _MOST_CELL), look.ink)
     aligns = ("LEFT", "LEFT", "RIGHT", "LEFT")
     cells = [
-        f'<TD ALIGN="{align}" BGCOLOR="{ground}">{word}</TD>'
+        f'<TD ALIGN="{align}" BGCOLOR="{look.color}">{word}</TD>'
         for align, word in zip(aligns, words, strict=True)
     ]
     return f"<TR>{''.join(cells)}</TR>"
