@@ -47,6 +47,8 @@ class Item:
     end: int
     path: tuple[str, ...] = ()
     children: list[Item] = field(default_factory=list)
+    number: int = 0
+    """Equal for items with the same operations on the same shapes, whatever they use."""
     count: int = 1
     """Number of copies in a repeated run."""
     chained: bool = False
