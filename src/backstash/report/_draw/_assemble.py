@@ -70,7 +70,7 @@ def _node(
     else:
         name = clean(ops[0].name) if len(ops) == 1 else ""
         kind = "folded" if box.item.left_out else "module"
-        classes = facts.names.classes
+        classes = facts.classes
         what = _counted(ops, len(runs))
         if kind == "folded":
             label, detail = f"… {len(ops):,} nodes …", what

@@ -13,7 +13,7 @@ from ...errors import UsageError
 from ._assemble import assemble
 from ._dot import to_dot
 from ._drafts import draft
-from ._facts import Names, Params, read
+from ._facts import Params, read
 from ._outline import to_text
 from ._records import DrawnGraph
 from ._repeats import find_repeats
@@ -82,7 +82,7 @@ def draw(
         raise UsageError(f"color_by={color_by!r}: allowed are {allowed}")
     if depth is not None and (type(depth) is not int or depth < 0):
         raise UsageError(f"depth={depth!r}: allowed is an int from 0 on, or None")
-    facts = read(outputs, Names(params))
+    facts = read(outputs, params)
     paths = [op.path for op in facts.ops]
     inferred = False
     if not facts.labelled:
@@ -92,7 +92,7 @@ def draw(
     if collapse_repeated:
         find_repeats(root, facts)
     choice = choose(root, facts, depth)
-    drafts = draft(choice.root, facts.names.classes)
+    drafts = draft(choice.root, facts.classes)
     nodes, edges, groups = assemble(
         facts, drafts, show_saved=show_saved, by_dtype=color_by == "dtype"
     )

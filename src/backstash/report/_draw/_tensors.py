@@ -213,8 +213,8 @@ def _on_tensors(facts: Facts) -> list[str]:
 def _on_names(facts: Facts) -> list[str]:
     found = []
     for names, what in (
-        (facts.names.not_reached, "not reached from the outputs"),
-        (facts.names.frozen, "without requires_grad"),
+        (facts.not_reached, "not reached from the outputs"),
+        (facts.frozen, "without requires_grad"),
     ):
         if names:
             shown = ", ".join(clean(name, 60) for name in names[:_MOST_NAMES])
