@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from types import TracebackType
 from typing import Any
 
 from .._text import html_text, show_text
@@ -81,12 +80,7 @@ class Timeline(TimelineFigures):
     def __enter__(self) -> Timeline:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.remove()
 
     def to_chrome_trace(self, path: str | os.PathLike[str]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from types import TracebackType
 from typing import Any
 
 from torch import nn
@@ -79,12 +78,7 @@ class SavedReport(SavedFigures):
         self._recorder.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._recorder is None:
             raise UsageError("a saved report was exited more often than it was entered")
         try:
