@@ -147,7 +147,8 @@ class SaveRecorder:
         self._local.is_packing = True
         try:
             value = HeldVersion(tensor) if pack is None else pack(tensor)
-            save = self._save(tensor, pack, sys._getframe(1))
+            with without_function_modes():  # a function mode must see only the program's operations
+                save = self._save(tensor, pack, sys._getframe(1))
             if save is None or not save.is_saved:
                 return RecordedPack(value, unpack, save)
             packed = RecordedPack(value, unpack, save, self.found.lives)
@@ -163,17 +164,13 @@ class SaveRecorder:
             self._local.is_packing = False
 
     def _save(self, tensor: Tensor, pack: Pack | None, frame: FrameType) -> Save | None:
-        with without_function_modes():  # a function mode must see only the program's operations
-            return self._described(tensor, pack, frame)
-
-    def _described(self, tensor: Tensor, pack: Pack | None, frame: FrameType) -> Save | None:
         if in_backward() and is_recomputing(frame):
             return None
         module, boundary = self._calls.running(frame)
         stored, nbytes = self._storages.of(tensor)
         save = Save(tensor, module, nbytes if stored else _nbytes_of(tensor))
         if _module_of(pack) == CHECKPOINT_MODULE:
-            save.where, save.is_dropped = RECOMPUTED, True
+            save.where, save.is_saved = RECOMPUTED, False
             self.found.is_selective |= is_caching()
         elif boundary:
             save.boundary, save.op = boundary, "checkpoint"
