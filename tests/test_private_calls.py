@@ -235,7 +235,6 @@ USED = {
         "_fix_weakref",
         "_indices",
         "_values",
-        "torch.Tensor._is_view",
         "torch.Tensor._is_zerotensor",
         "torch._C._functorch.is_functorch_wrapped_tensor",
         "torch._neg_view",

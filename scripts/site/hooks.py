@@ -30,10 +30,13 @@ RETURNED = {
         "graph._mutation.MutationContext",
     ),
     "backstash.report": (
+        "report._saved.figures.SavedFigures",
         "report._saved.rows.Row",
         "report._saved.rows.SavedTensorRow",
         "report._saved.waste.Waste",
         "report._saved.budgets.Budget",
+        "report._draw._records.DrawnGraph",
+        "report._timeline_figures.TimelineFigures",
         "report._levels.Level",
         "report._levels.Step",
         "report._levels.Phase",

@@ -50,7 +50,7 @@ def labelled(model: Gpt) -> Tensor:
         return model.loss()
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_nothing_is_lost_or_drawn_twice(seed: int) -> None:
     outputs = random_graph(seed, nodes=30 + 40 * (seed % 4))
     for options in OPTIONS:
@@ -272,10 +272,10 @@ def test_alike_nodes_in_a_row_are_one() -> None:
 
 
 def test_wide_graphs_are_folded_too() -> None:
-    leaves = [torch.ones(2, requires_grad=True) for _ in range(3_000)]
+    leaves = [torch.ones(2, requires_grad=True) for _ in range(1_500)]
     drawing = draw(torch.stack(leaves).sum(), {f"leaf{i}": leaf for i, leaf in enumerate(leaves)})
-    assert [node.label for node in drawing.nodes] == ["Stack", "Sum", "3,000 leaves", "output"]
-    assert drawing.nodes[2].nbytes == 3_000 * 8 and is_whole(drawing)
+    assert [node.label for node in drawing.nodes] == ["Stack", "Sum", "1,500 leaves", "output"]
+    assert drawing.nodes[2].nbytes == 1_500 * 8 and is_whole(drawing)
     many = draw([leaf * 2 for leaf in leaves])
     assert len(many.nodes) < 70 and is_whole(many)
 

@@ -39,7 +39,7 @@ def drawings() -> list[Drawing]:
     found = [draw(loss, model), draw(loss, model, depth=9), draw(loss, color_by="dtype")]
     found += [draw(loss, model, depth=9, collapse_repeated=False), draw(slope.sum())]
     found += [draw([*torch.linalg.svd(torch.rand(3, 3, requires_grad=True))])]
-    found += [draw(random_graph(seed, 50), collapse_repeated=False) for seed in range(6)]
+    found += [draw(random_graph(seed, 50), collapse_repeated=False) for seed in range(3)]
     return found
 
 
@@ -139,7 +139,7 @@ def test_boxes_are_in_their_frames() -> None:
 
 
 @needs_dot
-@pytest.mark.parametrize("number", range(12))
+@pytest.mark.parametrize("number", range(9))
 def test_the_picture_has_every_box_frame_edge_and_row(number: int) -> None:
     drawing = drawings()[number]
     tree = parsed(drawing)

@@ -4,8 +4,6 @@ import base64
 import hashlib
 import json
 import re
-import subprocess
-import sys
 
 import pytest
 
@@ -593,15 +591,3 @@ def test_curves_of_deep_modules_become_their_parents(monkeypatch):
     cut = bounded(large(1000, 2000))
     assert set(cut["modules"]["lives"]["paths"]) == {"blocks"}
     assert "Curves are kept for modules down to level 1" in " ".join(cut["notes"])
-
-
-def test_the_page_s_parts_are_in_the_package(tmp_path):
-    code = (
-        "from importlib import resources; "
-        "print(sorted(p.name for p in (resources.files('backstash.report') / 'page').iterdir()))"
-    )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert (
-        found.stdout
-        == "['chart.js', 'format.js', 'page.css', 'page.html', 'page.js', 'table.js']\n"
-    )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import graph as stock
 
-__all__ = ["RECOMPUTED", "SavedValue", "look", "packed_of", "raw_of", "saved"]
+__all__ = ["RECOMPUTED", "SavedValue", "look", "packed_of", "raws_of", "saved"]
 
 _PREFIX = "_raw_saved_"
 _VALUE_PREFIX = "_saved_"
@@ -77,14 +77,21 @@ def saved(node: stock.Node) -> tuple[SavedValue, ...]:
 
 def packed_of(node: stock.Node) -> Iterator[tuple[str, Any]]:
     """Yield each object that ``node`` holds for a saved tensor, with the operation's name for it."""
+    for name, raw in raws_of(node):
+        try:
+            packed = raw.data
+        except (AttributeError, RuntimeError):
+            continue
+        yield name, packed
+
+
+def raws_of(node: Any) -> Iterator[tuple[str, Any]]:
+    """Yield autograd's own record of each tensor that ``node`` saved, with the operation's name for it."""
     for name, raw in _raw(node):
-        is_several = isinstance(raw, (tuple, list))
-        for at, each in enumerate(raw if is_several else (raw,)):
-            try:
-                packed = each.data
-            except (AttributeError, RuntimeError):
-                continue
-            yield f"{name}[{at}]" if is_several else name, packed
+        if isinstance(raw, (tuple, list)):
+            yield from ((f"{name}[{at}]", each) for at, each in enumerate(raw))
+        else:
+            yield name, raw
 
 
 def _raw(node: Any) -> Iterator[tuple[str, Any]]:
@@ -98,11 +105,6 @@ def _attributes(kind: type, node: Any) -> tuple[str, ...]:
     if kind not in _names:
         _names[kind] = tuple(name for name in dir(node) if name.startswith(_PREFIX))
     return _names[kind]
-
-
-def raw_of(node: Any, name: str) -> Any:
-    """Return autograd's record of the saved tensor ``name``, or a list; ``None`` if freed or unknown."""
-    return _read(node, _PREFIX + name)
 
 
 def _read(node: Any, attribute: str) -> Any:

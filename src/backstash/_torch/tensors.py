@@ -20,7 +20,6 @@ __all__ = [
     "flattened",
     "is_functorch_wrapped",
     "is_of_wrapped_leaf",
-    "is_view",
     "is_wrapper_subclass",
     "is_zero_tensor",
     "neg_view",
@@ -53,12 +52,6 @@ is_functorch_wrapped: Callable[[Tensor], bool] = required(
 )
 """Whether a transform of ``torch.func`` wraps the tensor. If torch lacks the call, it raises ``UsageError``,
 since such a tensor cannot be distinguished from one that may be moved."""
-
-is_view: Callable[[Tensor], bool] = optional(
-    "torch.Tensor._is_view", lambda tensor: tensor._base is not None
-)
-"""Whether autograd treats the tensor as a view. If torch lacks the call: whether it has a base."""
-
 
 _MOST_VIEWS = 8  # between a wrapper subclass and the tensor saved from its inner tensor
 

@@ -11,14 +11,15 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["bounded"]
+__all__ = ["CHANGES", "bounded"]
 
 _ROWS = 20_000
 _POINTS = 2_400
 _MOVES = 60_000
 _LISTED = 200
 _NAME = 300
-_CHANGES = ("memory", "down", "packed", "recomputed")  # of one module
+CHANGES = ("memory", "down", "packed", "recomputed")
+"""The changes of bytes in the curve of one module."""
 _SUMMED = ("bytes", "count", "seconds", "share")
 
 
@@ -31,22 +32,20 @@ def bounded(report: Mapping[str, Any]) -> dict[str, Any]:
     if "modules" in cut:
         cut["modules"] = _shortened(cut["modules"], cut.get("curve"), notes)
     for name in ("stalls", "advice"):
-        if len(cut.get(name, ())) > _LISTED:
-            notes.append(f"Of {len(cut[name]):,} {name}, the first {_LISTED} are shown.")
-            cut[name] = list(cut[name])[:_LISTED]
-    if "plan" in cut:
-        cut["plan"] = _listed_classes(cut["plan"], notes)
+        if name in cut:
+            cut[name] = _first(cut[name], name, notes)
+    if "plan" in cut and "classes" in cut["plan"]:
+        classes = cut["plan"]["classes"]
+        rows = _first(classes["rows"], "classes of the plan", notes)
+        classes = {**classes, "rows": [[_short(each) for each in row] for row in rows]}
+        cut["plan"] = {**cut["plan"], "classes": classes}
     return cut | {"notes": notes[:_LISTED]}
 
 
-def _listed_classes(plan: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
-    classes = plan.get("classes", {"columns": [], "rows": []})
-    rows = [[_short(each) for each in row] for row in classes["rows"][:_LISTED]]
-    if len(rows) < len(classes["rows"]):
-        notes.append(
-            f"Of {len(classes['rows']):,} classes of the plan, the first {_LISTED} are shown."
-        )
-    return {**plan, "classes": {**classes, "rows": rows}}
+def _first(items: Sequence[Any], what: str, notes: list[str]) -> Sequence[Any]:
+    if len(items) > _LISTED:
+        notes.append(f"Of {len(items):,} {what}, the first {_LISTED} are shown.")
+    return items[:_LISTED]
 
 
 def _thinned(curve: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
@@ -122,11 +121,13 @@ def _gathered(
     """Add up moves by path and point of the curve; if there are too many, merge deep paths into their
     parents."""
     points = [max(0, bisect_right(seconds, each) - 1) for each in lives["seconds"]]
+    none = [0] * len(points)
+    changes = list(zip(*(lives.get(name, none) for name in CHANGES), strict=True))
     paths = [_short(path) for path in lives["paths"]]
-    depth = max((path.count(".") for path in paths), default=0) + 1
-    full = depth
-    while len(sums := _sums_of(paths, points, lives, depth)) > _MOVES and depth > 1:
+    depth = full = max((path.count(".") for path in paths), default=0) + 1
+    while len(sums := _sums_of(paths, points, changes)) > _MOVES and depth > 1:
         depth -= 1
+        paths = [".".join(path.split(".")[:depth]) for path in paths]
     if depth < full:
         notes.append(
             f"Curves are kept for modules down to level {depth}; a deeper module shows the one above it."
@@ -138,23 +139,17 @@ def _gathered(
         "paths": names,
         "path": [numbers[each[0]] for each in order],
         "point": [each[1] for each in order],
-        **{name: [each[2 + at] for each in order] for at, name in enumerate(_CHANGES)},
+        **{name: [each[2 + at] for each in order] for at, name in enumerate(CHANGES)},
     }
 
 
 def _sums_of(
-    paths: Sequence[str], points: Sequence[int], lives: Mapping[str, Any], depth: int
+    paths: Sequence[str], points: Sequence[int], changes: Sequence[Sequence[int]]
 ) -> dict[tuple[str, int], list[int]]:
-    """Return the changes of bytes in each of ``_CHANGES``, by path cut to ``depth`` names and by point."""
-    none = [0] * len(paths)
-    changes = [lives.get(name, none) for name in _CHANGES]
+    """Return the changes of bytes in each of ``CHANGES``, by path and by point."""
     sums: dict[tuple[str, int], list[int]] = {}
-    for path, point, *change in zip(paths, points, *changes, strict=True):
-        total = sums.setdefault((_to_depth(path, depth), point), [0] * len(_CHANGES))
+    for path, point, change in zip(paths, points, changes, strict=True):
+        total = sums.setdefault((path, point), [0] * len(CHANGES))
         for at, each in enumerate(change):
             total[at] += each
     return sums
-
-
-def _to_depth(path: str, depth: int) -> str:
-    return ".".join(path.split(".", depth)[:depth])

@@ -10,34 +10,41 @@ from typing import Any
 
 from ..units import format_bytes
 from ._levels import TIERS
-from ._timeline_snapshot import TimelineSnapshot
+from ._timeline_figures import TimelineFigures
 
 __all__ = ["write_chrome_trace"]
 
 _STEPS, _PHASES, _THREADS = 1, 2, 3  # track numbers; threads have 3 and up
 _WORDS = {
-    "write": "write",
-    "read": "read",
-    "save": "save",
     "pack": "packed to",
     "drop": "discarded, to be recomputed:",
     "decode": "rebuilt",
-    "use": "use",
-    "free": "free",
     "land": "memory freed",
     "return": "write failed, kept in memory",
     "lose": "changed in place while it moved",
 }
 
 
-def write_chrome_trace(line: TimelineSnapshot, path: str | os.PathLike[str]) -> None:
+_MOMENTS = (
+    "save",
+    "pack",
+    "drop",
+    "use",
+    "free",
+    "land",
+    "return",
+    "lose",
+)  # kinds without a length
+
+
+def write_chrome_trace(line: TimelineFigures, path: str | os.PathLike[str]) -> None:
     """Write the timeline ``line`` to ``path``; an existing file is replaced."""
-    pid = os.getpid()
-    began = line.began_seconds
-    events = [*_tracks(line, pid), *_counters(line, pid, began), *_spans(line, pid, began)]
+    threads = dict.fromkeys(event.thread for event in line.events)
+    tracks = {thread: _THREADS + at for at, thread in enumerate(threads)}
+    events = [*_names(line, tracks), *_counters(line), *_spans(line, tracks)]
     events.sort(key=lambda event: (event.get("ts", -1.0), -event.get("dur", 0.0)))
     trace = {
-        "traceEvents": events,
+        "traceEvents": [{"pid": os.getpid()} | event for event in events],
         "displayTimeUnit": "ms",
         "otherData": {"made by": "backstash", "notes": list(line.notes)},
     }
@@ -49,65 +56,54 @@ def _microseconds(seconds: float) -> float:
     return round(seconds * 1e6, 3)
 
 
-def _numbers(line: TimelineSnapshot) -> dict[int, int]:
-    """Return each thread's track number, in the order in which threads first appear."""
-    return {
-        thread: _THREADS + at
-        for at, thread in enumerate(dict.fromkeys(event.thread for event in line.events))
-    }
-
-
-def _tracks(line: TimelineSnapshot, pid: int) -> Iterator[dict[str, Any]]:
+def _names(line: TimelineFigures, tracks: dict[int, int]) -> Iterator[dict[str, Any]]:
     """Yield the names of the process and of its tracks."""
     names = {_STEPS: "steps", _PHASES: "forward and backward"}
     known = {thread.ident: thread.name for thread in threading.enumerate()}
     computing = {
         event.thread for event in line.events if event.kind in ("save", "use", "stall", "decode")
     }
-    for thread, number in _numbers(line).items():
+    for thread, number in tracks.items():
         kind = "computing" if thread in computing else "worker"
         own = known.get(thread, "")
         names[number] = f"{kind} thread {number - _THREADS + 1}" + (f" ({own})" if own else "")
-    yield {"ph": "M", "pid": pid, "tid": 0, "name": "process_name", "args": {"name": "backstash"}}
+    yield {"ph": "M", "tid": 0, "name": "process_name", "args": {"name": "backstash"}}
     for number, name in names.items():
-        head = {"ph": "M", "pid": pid, "tid": number}
-        yield head | {"name": "thread_name", "args": {"name": name}}
-        yield head | {"name": "thread_sort_index", "args": {"sort_index": number}}
+        yield {"ph": "M", "tid": number, "name": "thread_name", "args": {"name": name}}
+        order = {"sort_index": number}
+        yield {"ph": "M", "tid": number, "name": "thread_sort_index", "args": order}
 
 
-def _counters(line: TimelineSnapshot, pid: int, began: float) -> Iterator[dict[str, Any]]:
-    last: dict[str, int] = {}
+def _counters(line: TimelineFigures) -> Iterator[dict[str, Any]]:
+    last, began = dict.fromkeys(TIERS, 0), line.began_seconds
     for level in line.levels:
+        at = _microseconds(level.seconds - began)
         for field, name in TIERS.items():
             held = getattr(level, field)
-            if last.get(field, 0) != held:
+            if last[field] != held:
                 last[field] = held
-                yield {
-                    "ph": "C",
-                    "pid": pid,
-                    "tid": 0,
-                    "name": f"bytes {name}",
-                    "ts": _microseconds(level.seconds - began),
-                    "args": {"bytes": held},
-                }
+                args = {"bytes": held}
+                yield {"ph": "C", "tid": 0, "name": f"bytes {name}", "ts": at, "args": args}
 
 
-def _spans(line: TimelineSnapshot, pid: int, began: float) -> Iterator[dict[str, Any]]:
+def _spans(line: TimelineFigures, tracks: dict[int, int]) -> Iterator[dict[str, Any]]:
+    began = line.began_seconds
     for step in line.steps:
         args: dict[str, Any] = {"stall_seconds": step.stall_seconds, "peak_bytes": step.peak_bytes}
-        yield _span(pid, _STEPS, f"step {step.label}", "step", _from(step, began), args)
+        begin, end = step.begin_seconds - began, step.end_seconds - began
+        yield _span(_STEPS, f"step {step.label}", "step", begin, end, args)
     for phase in line.phases:
-        yield _span(pid, _PHASES, phase.name, "phase", _from(phase, began), {})
-    numbers = _numbers(line)
+        begin, end = phase.begin_seconds - began, phase.end_seconds - began
+        yield _span(_PHASES, phase.name, "phase", begin, end, {})
     for event in line.events:
         path = line.lives.paths.get(event.block, event.module)
         args = {"module": path or "not known", "bytes": event.nbytes, "block": event.block}
         if event.block < 0:
             args["module"] = "several: a segment of small blocks" if event.nbytes else "not known"
         args |= {"cause": event.cause} if event.cause else {}
-        name = f"{_name(event)} {path}".rstrip()
-        at = (event.seconds - began, event.duration_seconds)
-        yield _span(pid, numbers[event.thread], name, event.kind, at, args)
+        name, begin = f"{_name(event)} {path}".rstrip(), event.seconds - began
+        end = begin + event.duration_seconds
+        yield _span(tracks[event.thread], name, event.kind, begin, end, args)
 
 
 def _name(event: Any) -> str:
@@ -118,16 +114,11 @@ def _name(event: Any) -> str:
     return f"{_WORDS.get(event.kind, event.kind)} {format_bytes(event.nbytes)}"
 
 
-def _from(span: Any, began: float) -> tuple[float, float]:
-    return span.begin_seconds - began, span.end_seconds - span.begin_seconds
-
-
 def _span(
-    pid: int, tid: int, name: str, kind: str, at: tuple[float, float], args: dict[str, Any]
+    tid: int, name: str, kind: str, begin: float, end: float, args: dict[str, Any]
 ) -> dict[str, Any]:
-    begin, end = _microseconds(at[0]), _microseconds(at[0] + at[1])
-    event = {"name": name, "cat": kind, "pid": pid, "tid": tid, "ts": begin}
-    event["args"] = args
-    if kind in ("save", "pack", "drop", "use", "free", "land", "return", "lose"):
+    at = _microseconds(begin)
+    event = {"name": name, "cat": kind, "tid": tid, "ts": at, "args": args}
+    if kind in _MOMENTS:
         return event | {"ph": "i", "s": "t"}
-    return event | {"ph": "X", "dur": round(end - begin, 3)}
+    return event | {"ph": "X", "dur": round(_microseconds(end) - at, 3)}

@@ -41,10 +41,10 @@ class Level:
     disk_bytes: int
     """Bytes on disk."""
     packed_bytes: int = 0
-    """Bytes freed by packing, of blocks packed during the recording: their size before packing, less the packed
+    """Bytes freed by packing, of blocks saved during the recording: their size before packing, less the packed
     size, which is in one of the places above."""
     recomputed_bytes: int = 0
-    """Bytes discarded during the recording, to be recomputed."""
+    """Bytes discarded, to be recomputed, of blocks saved during the recording."""
 
     @property
     def memory_bytes(self) -> int:
@@ -92,46 +92,21 @@ class Step:
         return self.end_seconds - self.begin_seconds
 
 
-def levels_of(events: Sequence[Any]) -> tuple[Level, ...]:
-    """Return the bytes in each tier after each event that changed them."""
+def levels_of(events: Sequence[Any], moves: Sequence[Any]) -> tuple[Level, ...]:
+    """Return the bytes in each tier after each event that changed them. ``moves`` has each event's move, or
+    ``None``."""
     found: list[Level] = []
     last: tuple[int, ...] = ()
-    freed = _Freed()
-    for event in events:
-        held = (*(max(0, getattr(event, name)) for name in _FIELDS), *freed.after(event))
+    packed = recomputed = 0
+    for event, move in zip(events, moves, strict=True):
+        if move is not None:
+            packed += move.packed_bytes
+            recomputed += move.recomputed_bytes
+        held = (*(max(0, getattr(event, name)) for name in _FIELDS), packed, recomputed)
         if held != last:
             found.append(Level(event.seconds + event.duration_seconds, *held))
             last = held
     return tuple(found)
-
-
-class _Freed:
-    """The bytes that packing freed and the bytes discarded, of the blocks that are alive."""
-
-    def __init__(self) -> None:
-        self._saved: dict[int, int] = {}
-        self._packed: dict[int, int] = {}
-        self._dropped: dict[int, int] = {}
-        self._sums = (0, 0)
-
-    def after(self, event: Any) -> tuple[int, int]:
-        """Return the two figures after ``event``."""
-        kind, block = event.kind, event.block
-        if kind == "save":
-            self._saved[block] = event.nbytes
-        elif kind == "pack" and block in self._saved:
-            self._packed[block] = self._saved[block] - event.nbytes
-            self._add(self._packed[block], 0)
-        elif kind == "drop":
-            self._dropped[block] = event.nbytes
-            self._add(0, event.nbytes)
-        elif kind == "free":
-            self._saved.pop(block, None)
-            self._add(-self._packed.pop(block, 0), -self._dropped.pop(block, 0))
-        return self._sums
-
-    def _add(self, packed: int, dropped: int) -> None:
-        self._sums = self._sums[0] + packed, self._sums[1] + dropped
 
 
 def phases_of(events: Sequence[Any]) -> tuple[Phase, ...]:
@@ -171,7 +146,7 @@ def _step(label: str, began: float, end: float, events: Sequence[Any]) -> Step:
         label,
         began,
         end,
-        max((level.memory_bytes for level in levels_of(events)), default=0),
+        max((level.memory_bytes for level in levels_of(events, [None] * len(events))), default=0),
         sum(event.duration_seconds for event in events if event.kind == "stall"),
         sum(event.nbytes for event in events if event.kind == "land"),
         sum(event.nbytes for event in events if event.kind == "read"),

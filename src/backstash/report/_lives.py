@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from ._levels import Level, levels_of
 
 __all__ = ["RECOMPUTED", "UNKNOWN", "Lives", "ModuleUse", "Move", "lives_of"]
 
@@ -74,6 +76,8 @@ class Lives:
     would have been in memory. Copies that were read back do not count again."""
     recomputed_bytes: int
     """Bytes saved while backward ran."""
+    levels: tuple[Level, ...]
+    """The bytes in each tier after every change."""
 
 
 class _Block:
@@ -85,12 +89,12 @@ class _Block:
         self.down = self.dropped = self.lost = False
 
 
-def lives_of(events: Iterable[Any]) -> Lives:
+def lives_of(events: Sequence[Any]) -> Lives:
     """Follow each block that was saved during the recording; ignore blocks saved before."""
     alive: dict[int, _Block] = {}
     paths: dict[int, str] = {}
     uses: dict[str, list[Any]] = {}
-    moves: list[Move] = []
+    moves: list[Move | None] = []  # one for each event
     held = peak = recomputed = 0
     for event in events:
         if event.kind == "save":
@@ -103,19 +107,24 @@ def lives_of(events: Iterable[Any]) -> Lives:
             peak = max(peak, held)
             recomputed += event.nbytes if event.cause == "backward" else 0
             moves.append(Move(event.seconds, path, event.nbytes, 0))
-            continue
-        block = alive.get(event.block)
-        if block is None:
-            continue
-        _count(event, block, uses[block.path])
-        move = _move(event, block)
-        if move is not None:
-            moves.append(move)
-        if event.kind == "free":
-            held -= alive.pop(event.block).saved_bytes
+        elif event.block in alive:
+            block = alive[event.block]
+            _count(event, block, uses[block.path])
+            moves.append(_move(event, block))
+            if event.kind == "free":
+                held -= alive.pop(event.block).saved_bytes
+        else:
+            moves.append(None)
     modules = [ModuleUse(path, *counts) for path, counts in uses.items()]
     modules.sort(key=lambda each: (-each.saved_bytes, each.path))
-    return Lives(tuple(modules), tuple(moves), paths, peak, recomputed)
+    return Lives(
+        modules=tuple(modules),
+        moves=tuple(filter(None, moves)),
+        paths=paths,
+        peak_bytes=peak,
+        recomputed_bytes=recomputed,
+        levels=levels_of(events, moves),
+    )
 
 
 def _count(event: Any, block: _Block, use: list[Any]) -> None:

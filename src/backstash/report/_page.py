@@ -61,7 +61,10 @@ def render_page(report: Mapping[str, Any]) -> str:
     >>> "<b>" in page
     False
     """
-    data = _data(report)
+    data = bounded(report)
+    graph = data.pop("graph", None)
+    if graph:
+        data["graph"] = "data:image/svg+xml;base64," + base64.b64encode(graph.encode()).decode()
     text = json.dumps(data, allow_nan=False, separators=(",", ":")).translate(_ESCAPES)
     labels = json.dumps({key: place.label for key, place in PLACES.items()})
     script = f"const PLACES = {labels};\n" + "".join(_part(name) for name in _SCRIPTS)
@@ -75,15 +78,6 @@ def render_page(report: Mapping[str, Any]) -> str:
     page = _part("page.html")
     pieces = page.split("%%")  # text, NAME, text, NAME, ..., text
     return "".join(values[piece] if at % 2 else piece for at, piece in enumerate(pieces))
-
-
-def _data(report: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``report`` within the limits of a page, with its picture as a data URL."""
-    data = bounded(report)
-    graph = data.pop("graph", None)
-    if graph:
-        data["graph"] = "data:image/svg+xml;base64," + base64.b64encode(graph.encode()).decode()
-    return data
 
 
 def _colors() -> str:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from ._bounds import CHANGES
 from ._levels import BELOW, TIERS
-from ._timeline_snapshot import TimelineSnapshot
+from ._timeline_figures import TimelineFigures
 
 __all__ = ["facts_of", "sections_of"]
 
@@ -18,7 +19,7 @@ _STALLS = 50
 _LEAST_STALL_SECONDS = 1e-3
 
 
-def facts_of(line: TimelineSnapshot) -> list[dict[str, Any]]:
+def facts_of(line: TimelineFigures) -> list[dict[str, Any]]:
     """Return the headline of a page that shows only the timeline."""
     waited = sum(event.duration_seconds for event in line.stalls)
     return [
@@ -37,9 +38,9 @@ def facts_of(line: TimelineSnapshot) -> list[dict[str, Any]]:
     ]
 
 
-def _made_again(line: TimelineSnapshot) -> list[dict[str, Any]]:
+def _made_again(line: TimelineFigures) -> list[dict[str, Any]]:
     """Return facts on packing and recomputing in backward, if there was any."""
-    recomputed, unpacked = line.made_again("recomputed"), line.made_again("packed")
+    recomputed, unpacked = line.recomputed_blocks, line.unpacked_blocks
     if not recomputed and not unpacked:
         return []
     note = f"{recomputed:,} blocks recomputed, {unpacked:,} unpacked; without reads and waits"
@@ -50,7 +51,7 @@ def _fact(label: str, value: Any, unit: str, note: str) -> dict[str, Any]:
     return {"label": label, "value": value, "unit": unit, "note": note}
 
 
-def sections_of(line: TimelineSnapshot) -> dict[str, Any]:
+def sections_of(line: TimelineFigures) -> dict[str, Any]:
     """Return ``curve``, ``modules``, ``stalls`` and ``notes`` for :func:`render_page`."""
     began = line.began_seconds
     stalls = _stalls(line, began)
@@ -63,7 +64,7 @@ def sections_of(line: TimelineSnapshot) -> dict[str, Any]:
     }
 
 
-def _curve(line: TimelineSnapshot, began: float) -> dict[str, Any]:
+def _curve(line: TimelineFigures, began: float) -> dict[str, Any]:
     levels = line.levels
     tiers: list[dict[str, Any]] = [
         {
@@ -88,7 +89,7 @@ def _span(label: str, span: Any, began: float) -> dict[str, Any]:
     return {"label": label, "begin": round(begin, 6), "end": round(end, 6)}
 
 
-def _modules(line: TimelineSnapshot, began: float) -> dict[str, Any]:
+def _modules(line: TimelineFigures, began: float) -> dict[str, Any]:
     let_go = [
         (label, field)
         for label, field in _LET_GO
@@ -116,21 +117,19 @@ def _modules(line: TimelineSnapshot, began: float) -> dict[str, Any]:
         for use in line.modules
     ]
     moves = line.lives.moves
-    lives = {
+    lives: dict[str, list[Any]] = {
         "paths": [move.path for move in moves],
         "seconds": [round(move.seconds - began, 6) for move in moves],
-        "memory": [move.memory_bytes for move in moves],
-        "down": [move.down_bytes for move in moves],
-        "packed": [move.packed_bytes for move in moves],
-        "recomputed": [move.recomputed_bytes for move in moves],
     }
+    for name in CHANGES:
+        lives[name] = [getattr(move, f"{name}_bytes") for move in moves]
     count = len(line.steps)
     span = f"over {count} step{'s' if count != 1 else ''}" if count else "over the whole recording"
     note = f"What each module's own operations saved, {span}."
     return {"columns": columns, "rows": rows, "lives": lives, "note": note}
 
 
-def _stalls(line: TimelineSnapshot, began: float) -> list[dict[str, Any]]:
+def _stalls(line: TimelineFigures, began: float) -> list[dict[str, Any]]:
     return [
         {
             "seconds": round(event.seconds - began, 6),

@@ -5,14 +5,14 @@ from __future__ import annotations
 from .._text import clean
 from ..units import format_bytes
 from ._lives import ModuleUse
-from ._timeline_snapshot import TimelineSnapshot
+from ._timeline_figures import TimelineFigures
 
 __all__ = ["table"]
 
 _LONGEST = 10
 
 
-def table(line: TimelineSnapshot) -> str:
+def table(line: TimelineFigures) -> str:
     """Return lines for the first steps and for the modules that saved most."""
     size = format_bytes
     lines = [
@@ -20,7 +20,7 @@ def table(line: TimelineSnapshot) -> str:
         f"in memory at most {size(line.memory_peak_bytes)}",
         f"  came back: {line.reads_ahead} reads ahead of need, {line.reads_on_demand} on demand",
     ]
-    recomputed, unpacked = line.made_again("recomputed"), line.made_again("packed")
+    recomputed, unpacked = line.recomputed_blocks, line.unpacked_blocks
     if recomputed or unpacked:
         lines.append(
             f"  rebuilt: {recomputed} blocks recomputed, {unpacked} unpacked, in "

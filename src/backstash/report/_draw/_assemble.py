@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from ._drafts import Draft, Drafts, LeafBox, leaves_inside, place_leaves
 from ._facts import Facts, Leaf, OpFacts, Root
-from ._records import DrawnEdge, DrawnGroup, DrawnNode
+from ._records import (
+    DrawnEdge,
+    DrawnGroup,
+    DrawnNode,
+    DrawnTensor,
+    agreed,
+    frames_around,
+    path_around,
+)
 from ._tensors import same_memory, tensors_of
-from ._text import clean, short_name
+from ._text import clean, relative, short_name
+from ._tree import common_path
 
 __all__ = ["assemble"]
 
@@ -26,7 +35,7 @@ def assemble(
     for index, box in enumerate(drafts.boxes):
         tensors = tensors_of(box, facts, same, by_dtype) if show_saved else ()
         leaves = [facts.leaves[leaf] for leaf in inside.get(index, ())]
-        nodes.append(replace(_node(box, facts, leaves), tensors=tensors))
+        nodes.append(_node(box, facts, leaves, tensors))
     edges = _Edges(facts, drafts)
     groups_of: list[int | None] = [box.group for box in drafts.boxes]
     box_of_leaf = {}
@@ -34,9 +43,11 @@ def assemble(
         for user, count in leaf_box.uses.items():
             edges.add(len(nodes), user, count=count)
         box_of_leaf.update(dict.fromkeys(leaf_box.leaves, len(nodes)))
-        group = _common_group([drafts.boxes[user].group for user in leaf_box.uses], drafts.groups)
+        users = [drafts.boxes[user].group for user in leaf_box.uses]
+        around = common_path(frames_around(group, drafts.groups) for group in users)
+        group = around[-1] if around else None
         groups_of.append(group)
-        nodes.append(_leaf_node(leaf_box, facts, _path_of(group, drafts.groups)))
+        nodes.append(_leaf_node(leaf_box, facts, path_around(group, drafts.groups)))
     for box_index, roots in _outputs(facts, drafts, box_of_leaf).items():
         for several in [[root] for root in roots] if len(roots) <= _MOST_OUTPUTS else [roots]:
             for _, root in several:
@@ -47,7 +58,9 @@ def assemble(
     return nodes, edges.drawn(), groups
 
 
-def _node(box: Draft, facts: Facts, leaves: list[Leaf]) -> DrawnNode:
+def _node(
+    box: Draft, facts: Facts, leaves: list[Leaf], tensors: tuple[DrawnTensor, ...]
+) -> DrawnNode:
     runs = list(box.runs())
     ops = [op for first, end in runs for op in facts.ops[first:end]]
     path = ".".join(box.item.path)
@@ -57,7 +70,7 @@ def _node(box: Draft, facts: Facts, leaves: list[Leaf]) -> DrawnNode:
     else:
         name = clean(ops[0].name) if len(ops) == 1 else ""
         kind = "folded" if box.item.left_out else "module"
-        classes = facts.names.classes
+        classes = facts.classes
         what = _counted(ops, len(runs))
         if kind == "folded":
             label, detail = f"… {len(ops):,} nodes …", what
@@ -67,19 +80,19 @@ def _node(box: Draft, facts: Facts, leaves: list[Leaf]) -> DrawnNode:
             if len(ops) > 9 * len(runs):
                 what = f"{len(ops):,} nodes"
             detail = clean(f"{of_class}: {what}" if of_class else what)
-    lasts = {facts.ops[end - 1].shape for _, end in runs}
+    shape = agreed((facts.ops[end - 1].shape for _, end in runs), None)
     return DrawnNode(
         kind=kind,
         label=label,
         name=name,
         module=clean(path),
-        shape=lasts.pop() if len(lasts) == 1 and kind != "folded" else None,
+        shape=shape if kind != "folded" else None,
         dtype=ops[-1].dtype,
         detail=detail,
         nodes=len(ops) + len(leaves),
         leaves=leaves_inside(leaves, box),
         repeats=box.repeats,
-        tensors=(),
+        tensors=tensors,
         nbytes=sum(leaf.nbytes for leaf in leaves),
     )
 
@@ -105,23 +118,17 @@ def _leaf_node(box: LeafBox, facts: Facts, path: str) -> DrawnNode:
     leaves = [facts.leaves[leaf] for leaf in box.leaves]
     first = leaves[0]
     kind = "parameter" if all(leaf.is_parameter for leaf in leaves) else "leaf"
-    name = first.name.removeprefix(f"{path}.") if path else first.name
-    shapes = {leaf.shape for leaf in leaves}
-    several = len(leaves) > 1
+    name = relative(first.name, path)
     if box.merged:
         name = f"{len(leaves):,} {'parameters' if kind == 'parameter' else 'leaves'}"
     return DrawnNode(
         kind=kind,
         label=clean(name) or kind,
-        name=clean(first.name) if not several else "",
-        module="",
-        shape=shapes.pop() if len(shapes) == 1 else None,
+        name=clean(first.name) if len(leaves) == 1 else "",
+        shape=agreed((leaf.shape for leaf in leaves), None),
         dtype=first.dtype,
-        detail="",
         nodes=len(leaves),
-        leaves=(),
         repeats=1 if box.merged else len(leaves),
-        tensors=(),
         nbytes=sum(leaf.nbytes for leaf in leaves),
     )
 
@@ -144,38 +151,8 @@ def _output_node(several: list[tuple[int, Root]], of: int) -> DrawnNode:
     label = "output" if of == 1 else f"output {index}"
     if len(several) > 1:
         label = f"{len(several):,} outputs"
-    shapes = {each.shape for _, each in several}
-    shape = shapes.pop() if len(shapes) == 1 else None
-    return DrawnNode("output", label, "", "", shape, root.dtype, "", 0, (), 1, (), 0)
-
-
-def _common_group(groups: list[int | None], records: list[DrawnGroup]) -> int | None:
-    """Return the innermost frame that contains all of ``groups``."""
-    common: list[int] | None = None
-    for group in groups:
-        chain = _chain(group, records)
-        if common is None:
-            common = chain
-        else:
-            common = [mine for mine, theirs in zip(common, chain, strict=False) if mine == theirs]
-    return common[-1] if common else None
-
-
-def _chain(group: int | None, records: list[DrawnGroup]) -> list[int]:
-    """Return a frame and those around it, outermost first."""
-    found = []
-    while group is not None:
-        found.append(group)
-        group = records[group].parent
-    return found[::-1]
-
-
-def _path_of(group: int | None, records: list[DrawnGroup]) -> str:
-    """Return the module path of the innermost frame that has one."""
-    for each in reversed(_chain(group, records)):
-        if records[each].module:
-            return records[each].module
-    return ""
+    shape = agreed((each.shape for _, each in several), None)
+    return DrawnNode("output", label, shape=shape, dtype=root.dtype)
 
 
 def _filled(groups: list[DrawnGroup], groups_of: list[int | None]) -> list[DrawnGroup]:
@@ -186,18 +163,13 @@ def _filled(groups: list[DrawnGroup], groups_of: list[int | None]) -> list[Drawn
     return [replace(each, nodes=tuple(inside.get(i, ()))) for i, each in enumerate(groups)]
 
 
-@dataclass(slots=True)
-class _Edge:
-    count: int = 0
-    outputs: set[int] = field(default_factory=set)
-
-
 class _Edges:
     """The edges between boxes: the graph's, merged, without those between copies of a repeat."""
 
     def __init__(self, facts: Facts, drafts: Drafts) -> None:
         self._drafts = drafts
-        self._edges: dict[tuple[int, int], _Edge] = {}
+        self._edges: dict[tuple[int, int], list[int]] = {}
+        """For each edge between two boxes, the outputs used by each of the graph's edges."""
         self._outputs: dict[int, set[int]] = {}
         """For each box, which outputs of its nodes are used."""
         for index, op in enumerate(facts.ops):
@@ -209,9 +181,7 @@ class _Edges:
 
     def add(self, source: int, target: int, output: int = 0, count: int = 1) -> None:
         """Add one edge, or several, from box to box."""
-        edge = self._edges.setdefault((source, target), _Edge())
-        edge.count += count
-        edge.outputs.add(output)
+        self._edges.setdefault((source, target), []).extend([output] * count)
 
     def add_output(self, source: int, target: int, output: int) -> None:
         """Add an edge from a box to the box of an output that ``draw`` was given."""
@@ -223,31 +193,25 @@ class _Edges:
         from_box, to_box = drafts.box_of[source], drafts.box_of[target]
         if from_box == to_box:
             return False
-        common = 0
-        for mine, theirs in zip(
-            drafts.repeats_of[from_box], drafts.repeats_of[to_box], strict=False
-        ):
-            if mine != theirs:
-                break
-            common += 1
-        return drafts.copies_of[source][:common] == drafts.copies_of[target][:common]
+        around = common_path([drafts.repeats_of[from_box], drafts.repeats_of[to_box]])
+        copies = drafts.copies_of[source], drafts.copies_of[target]
+        return copies[0][: len(around)] == copies[1][: len(around)]
 
     def drawn(self) -> list[DrawnEdge]:
         """Return the records of all edges, sorted by their ends."""
-        return [self._record(*ends, edge) for ends, edge in sorted(self._edges.items())]
+        return [self._record(*ends, used) for ends, used in sorted(self._edges.items())]
 
-    def _record(self, source: int, target: int, edge: _Edge) -> DrawnEdge:
+    def _record(self, source: int, target: int, used: list[int]) -> DrawnEdge:
         boxes = self._drafts.boxes
         is_op = source < len(boxes) and boxes[source].item.kind == "op"
-        output, labels = None, []
+        outputs, output, labels = sorted(set(used)), None, []
         if is_op and self._outputs.get(source, set()) - {0}:
-            outputs = sorted(edge.outputs)
-            output = outputs[0] if len(outputs) == 1 else None
+            output = agreed(outputs, None)
             labels.append(_outputs_label(outputs))
         times = len(boxes[target].offsets) if target < len(boxes) else 1
-        if edge.count > times and edge.count % times == 0 and len(edge.outputs) == 1:
-            labels.append(f"{edge.count // times:,} x")
-        return DrawnEdge(source, target, output, edge.count, "  ".join(labels))
+        if len(used) > times and len(used) % times == 0 and len(outputs) == 1:
+            labels.append(f"{len(used) // times:,} x")
+        return DrawnEdge(source, target, output, len(used), "  ".join(labels))
 
 
 def _outputs_label(outputs: list[int]) -> str:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from ...places import PLACES, key_of, label_of
 from ...units import format_bytes
-from ._records import DrawnGraph, DrawnNode, DrawnTensor
+from ._records import DrawnGraph, DrawnLeaf, DrawnNode, DrawnTensor
 from ._text import shortened
 
 __all__ = ["CSS", "DARK", "LIGHT", "Colors", "LegendEntry"]
@@ -20,7 +20,7 @@ _KINDS = {
     "module": ("module", "edge", "module"),
     "folded": ("paper", "edge", "left out"),
     "parameter": ("parameter", "parameter-edge", "parameter"),
-    "leaf": ("leaf", "leaf-edge", "other leaf"),
+    "leaf": ("leaf", "leaf-edge", "leaf"),
     "output": ("output", "output-edge", "output"),
 }
 
@@ -59,7 +59,7 @@ DARK = dict(zip(_NAMES, _DARK, strict=True))
 
 
 class LegendEntry(NamedTuple):
-    """An entry of the legend."""
+    """A colour and what it means."""
 
     color: str
     text: str
@@ -80,88 +80,74 @@ class Colors:
         self._length = _telling_length(drawing.nodes)
         keys: list[str] = []
         if self._by == "dtype":
-            keys = [tensor.dtype for tensor in self._tensors]
+            keys = [tensor.dtype for tensor in self._tensors if tensor.dtype]
         elif self._by == "module":
-            keys = [self._module_of(node) for node in drawing.nodes]
-        self._keys = list(dict.fromkeys(key for key in keys if key))
+            keys = [self._module_of(node) for node in drawing.nodes if node.module]
+        self._categories = {
+            key: LIGHT[f"c{number % _CATEGORIES}"] for number, key in enumerate(dict.fromkeys(keys))
+        }
 
     def _module_of(self, node: DrawnNode) -> str:
-        return ".".join(node.module.split(".")[: self._length]) if node.module else ""
+        return ".".join(node.module.split(".")[: self._length])
 
-    def box(self, node: DrawnNode) -> tuple[str, str]:
-        """Return the colours of a box and of its border."""
-        fill, edge, _ = _KINDS[node.kind]
+    def box(self, node: DrawnNode) -> tuple[LegendEntry, str]:
+        """Return the colour of a box with its meaning, and the colour of its border."""
+        fill, edge, kind = _KINDS[node.kind]
+        entry = LegendEntry(LIGHT[fill], kind)
         if self._by == "module" and node.kind in ("operation", "module") and node.module:
-            fill = self._category(self._module_of(node))
-        return LIGHT[fill], LIGHT[edge]
+            module = self._module_of(node)
+            entry = LegendEntry(self._categories[module], module)
+        return entry, LIGHT[edge]
 
-    def chips(self, tensor: DrawnTensor) -> list[str]:
-        """Return the colours of the places of a saved tensor, unless colours show something else."""
+    def leaf(self, leaf: DrawnLeaf) -> LegendEntry:
+        """Return the colour of a leaf's row in a box, with its meaning."""
+        fill, _, kind = _KINDS["parameter" if leaf.is_parameter else "leaf"]
+        return LegendEntry(LIGHT[fill], kind)
+
+    def band(self, tensor: DrawnTensor) -> LegendEntry:
+        """Return the colours of a saved tensor's row and of its text, with their meaning."""
+        if self._by == "dtype" and tensor.dtype:
+            return LegendEntry(self._categories[tensor.dtype], tensor.dtype)
+        if self._by == "bytes":
+            shade, limit = self._shade(tensor.nbytes)
+            text = f"to {format_bytes(limit)}"
+            return LegendEntry(LIGHT[f"s{shade}"], text, LIGHT["saved-ink"])
+        return LegendEntry(LIGHT["saved"], "saved tensor", LIGHT["saved-ink"])
+
+    def chips(self, tensor: DrawnTensor) -> list[LegendEntry]:
+        """Return the places of a saved tensor, unless colours show something else."""
         if self._by in ("dtype", "bytes"):
             return []
-        return [LIGHT[each] for each in dict.fromkeys(key_of(p.where) for p in tensor.places)]
+        return [
+            LegendEntry(LIGHT[key_of(place.where)], label_of(place.where), is_chip=True)
+            for place in tensor.places
+        ]
 
-    def band(self, tensor: DrawnTensor) -> tuple[str, str]:
-        """Return the colours of a saved tensor's row and of its text."""
-        if self._by == "dtype" and tensor.dtype:
-            return LIGHT[self._category(tensor.dtype)], LIGHT["ink"]
-        shade = f"s{self._shade(tensor.nbytes)}" if self._by == "bytes" else "saved"
-        return LIGHT[shade], LIGHT["saved-ink"]
-
-    def _category(self, key: str) -> str:
-        return f"c{self._keys.index(key) % _CATEGORIES}"
-
-    def _shade(self, nbytes: int) -> int:
-        """Return 0 for no bytes, the last shade for the most; each shade's limit is a quarter of the next
+    def _shade(self, nbytes: int) -> tuple[int, int]:
+        """Return 0 for no bytes, the last shade for the most, and the shade's limit: a quarter of the next
         one's."""
-        shade = _SHADES - 1 if nbytes else 0
-        while shade > 1 and nbytes * 4 ** (_SHADES - shade) <= self._most:
-            shade -= 1
-        return shade
+        shade, limit = (_SHADES - 1, self._most) if nbytes else (0, 0)
+        while shade > 1 and nbytes <= limit // 4:
+            shade, limit = shade - 1, limit // 4
+        return shade, limit
 
     def legend(self) -> list[list[LegendEntry]]:
-        """Return short rows: the kinds of boxes, then what the colours show."""
-        kinds = {node.kind for node in self._nodes}
-        inside = [leaf for node in self._nodes for leaf in node.leaves]
-        kinds |= {"parameter" if leaf.is_parameter else "leaf" for leaf in inside}
-        boxes = [
-            LegendEntry(LIGHT[fill], text)
-            for kind, (fill, _, text) in _KINDS.items()
-            if kind in kinds
-        ]
-        if "parameter" not in kinds:
-            boxes = [each._replace(text=each.text.removeprefix("other ")) for each in boxes]
-        if self._tensors and self._by in ("where", "module"):
-            boxes.append(LegendEntry(LIGHT["saved"], "saved tensor", LIGHT["saved-ink"]))
-        rows = [boxes, self._of_bytes() if self._by == "bytes" else self._of_keys()]
-        if self._by in ("where", "module"):
-            rows.append(self._of_places())
+        """Return short rows with every colour in the drawing: boxes and saved tensors, then places."""
+        boxes = [self.box(node)[0] for node in self._nodes]
+        boxes += [self.leaf(leaf) for node in self._nodes for leaf in node.leaves]
+        tensors = sorted(self._tensors, key=lambda tensor: tensor.nbytes)
+        boxes += [self.band(tensor) for tensor in tensors]
+        chips = [chip for tensor in tensors for chip in self.chips(tensor)]
+        rows = [_by_color(boxes), _by_color(chips)]
         return [row[i : i + _ENTRIES] for row in rows for i in range(0, len(row), _ENTRIES)]
 
-    def _of_places(self) -> list[LegendEntry]:
-        found: dict[str, dict[str, None]] = {}
-        for place in (place for tensor in self._tensors for place in tensor.places):
-            found.setdefault(LIGHT[key_of(place.where)], {})[label_of(place.where)] = None
-        return [
-            LegendEntry(color, shortened(", ".join(labels), 40), is_chip=True)
-            for color, labels in found.items()
-        ]
 
-    def _of_bytes(self) -> list[LegendEntry]:
-        limits = (
-            [self._most // 4**step for step in range(_SHADES - 2, -1, -1)] if self._most else []
-        )
-        return [
-            LegendEntry(LIGHT[f"s{shade}"], f"to {format_bytes(limit)}", LIGHT["saved-ink"])
-            for shade, limit in enumerate(limits, 1)
-        ]
-
-    def _of_keys(self) -> list[LegendEntry]:
-        shown = self._keys[:_CATEGORIES]
-        found = [LegendEntry(LIGHT[self._category(key)], shortened(key, 30)) for key in shown]
-        if more := len(self._keys) - len(shown):
-            found.append(LegendEntry(LIGHT["paper"], f"{more:,} more, in the same colours again"))
-        return found
+def _by_color(entries: Iterable[LegendEntry]) -> list[LegendEntry]:
+    """Return one entry for each colour, with all that it means."""
+    texts: dict[LegendEntry, list[str]] = {}
+    for entry in dict.fromkeys(entries):
+        texts.setdefault(entry._replace(text=""), []).append(entry.text)
+    return [entry._replace(text=shortened(", ".join(all_), 40)) for entry, all_ in texts.items()]
 
 
 def _telling_length(nodes: Sequence[DrawnNode]) -> int:

@@ -6,8 +6,8 @@ import textwrap
 from collections.abc import Iterator, Sequence
 
 from ._colors import LIGHT, Colors, LegendEntry
-from ._records import DrawnGraph, DrawnNode
-from ._text import bytes_of, cells_of, frame_title, headline, shortened, size_of, xml
+from ._records import DrawnGraph, DrawnNode, path_around
+from ._text import cells_of, frame_title, headline, relative, shortened, size_line, xml
 
 __all__ = ["FONT", "to_dot"]
 
@@ -74,9 +74,6 @@ def _frames(drawing: DrawnGraph, colors: Colors) -> Iterator[str]:
     for index, group in enumerate(drawing.groups):
         inside.setdefault(group.parent, []).append(index)
     framed = {node for group in drawing.groups for node in group.nodes}
-    paths: list[str] = []
-    for group in drawing.groups:
-        paths.append(group.module or (paths[group.parent] if group.parent is not None else ""))
     ahead = [(index, False) for index in reversed(inside.get(None, []))]
     while ahead:
         index, is_end = ahead.pop()
@@ -88,7 +85,7 @@ def _frames(drawing: DrawnGraph, colors: Colors) -> Iterator[str]:
         yield f'    graph [label=<<B>{xml(frame_title(group))}</B>>, fontsize=11, style="rounded,filled"];'
         yield f'    graph [color="{LIGHT["line"]}", fillcolor="{LIGHT["frame"]}", margin=12];'
         for node in group.nodes:
-            yield _box(node, drawing, colors, paths[index])
+            yield _box(node, drawing, colors, path_around(index, drawing.groups))
         ahead.append((index, True))
         ahead += [(each, False) for each in reversed(inside.get(index, []))]
     for number in range(len(drawing.nodes)):
@@ -101,42 +98,39 @@ def _box(index: int, drawing: DrawnGraph, colors: Colors, frame_path: str) -> st
     fill, edge = colors.box(node)
     style = "filled,rounded,dashed" if node.kind == "folded" else "filled,rounded"
     rows = "".join(_rows(node, drawing.color_by == "dtype", colors, frame_path))
-    look = f'style="{style}", fillcolor="{fill}", color="{edge}"'
+    look = f'style="{style}", fillcolor="{fill.color}", color="{edge}"'
     return f"    n{index} [label=<{_TABLE}{rows}</TABLE>>, {look}];"
 
 
 def _rows(node: DrawnNode, show_dtype: bool, colors: Colors, frame_path: str) -> Iterator[str]:
     """Yield the rows of a box: the heading and size, details, leaves, saved tensors."""
     times = f"{node.repeats:,} x " if node.repeats > 1 else ""
-    label = times + shortened(_relative(node.label, frame_path), _MOST_LABEL)
-    size = size_of(node.shape, node.dtype, show_dtype=show_dtype)
-    if node.kind in ("parameter", "leaf") and node.nbytes:
-        size = f"{size}  {bytes_of(node.nbytes, 0, 1)}"
+    label = times + shortened(relative(node.label, frame_path), _MOST_LABEL)
+    size = size_line(node, show_dtype=show_dtype)
     yield f'<TR><TD ALIGN="LEFT" COLSPAN="3"><B>{xml(label) or " "}</B></TD>'
     yield f'<TD ALIGN="RIGHT">{_small(size)}</TD></TR>'
     details = [node.detail]
     if node.kind == "operation":
-        details.append(_relative(node.module, frame_path))
+        details.append(relative(node.module, frame_path))
     for detail in details:
         if detail and detail != frame_path:
             words = _small(shortened(detail, _MOST_DETAIL))
             yield f'<TR><TD ALIGN="LEFT" COLSPAN="4">{words}</TD></TR>'
     for leaf in node.leaves:
-        ground = LIGHT["parameter" if leaf.is_parameter else "leaf"]
-        yield _row("", cells_of(leaf, show_dtype=show_dtype), ground, LIGHT["ink"])
+        yield _row("", cells_of(leaf, show_dtype=show_dtype), colors.leaf(leaf))
     for tensor in node.tensors:
-        chips = "".join(_small("■", color) for color in colors.chips(tensor))
-        cells = cells_of(tensor, show_dtype=show_dtype)
-        yield _row(chips, cells, *colors.band(tensor))
+        marks = dict.fromkeys(chip.color for chip in colors.chips(tensor))
+        chips = "".join(_small("■", color) for color in marks)
+        yield _row(chips, cells_of(tensor, show_dtype=show_dtype), colors.band(tensor))
 
 
-def _row(chips: str, texts: Sequence[str], ground: str, ink: str) -> str:
-    words = [_small(shortened(text, _MOST_CELL), ink) for text in texts]
+def _row(chips: str, texts: Sequence[str], look: LegendEntry) -> str:
+    words = [_small(shortened(text, _MOST_CELL), look.ink) for text in texts]
     if chips:
-        words[0] = chips + _small(_SPACE + shortened(texts[0], _MOST_CELL), ink)
+        words[0] = chips + _small(_SPACE + shortened(texts[0], _MOST_CELL), look.ink)
     aligns = ("LEFT", "LEFT", "RIGHT", "LEFT")
     cells = [
-        f'<TD ALIGN="{align}" BGCOLOR="{ground}">{word}</TD>'
+        f'<TD ALIGN="{align}" BGCOLOR="{look.color}">{word}</TD>'
         for align, word in zip(aligns, words, strict=True)
     ]
     return f"<TR>{''.join(cells)}</TR>"
@@ -144,9 +138,3 @@ def _row(chips: str, texts: Sequence[str], ground: str, ink: str) -> str:
 
 def _small(text: str, color: str = LIGHT["muted"]) -> str:
     return f'<FONT COLOR="{color}" POINT-SIZE="{_SMALL}">{xml(text)}</FONT>' if text else ""
-
-
-def _relative(path: str, frame_path: str) -> str:
-    if frame_path and path == frame_path:
-        return ""
-    return path.removeprefix(f"{frame_path}.") if frame_path else path

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ._facts import Facts, Leaf
-from ._records import DrawnGroup, DrawnLeaf
-from ._text import clean
+from ._records import DrawnGroup, DrawnLeaf, agreed, path_around
+from ._text import clean, relative
 from ._tree import Item
 
 __all__ = ["Draft", "Drafts", "LeafBox", "draft", "leaves_inside", "place_leaves"]
@@ -77,7 +78,7 @@ def draft(root: Item, classes: dict[str, str]) -> Drafts:
             repeats += 1
         if _has_frame(item, visit.times):
             group = len(found.groups)
-            found.groups.append(_frame(visit, classes, _path_around(visit.group, found.groups)))
+            found.groups.append(_frame(visit, classes, path_around(visit.group, found.groups)))
         times = item if item.kind == "repeat" and len(item.children) == 1 else None
         for child in reversed(item.children):
             inner = _Visit(child, group, visit.repeats, visit.offsets, visit.copies, times)
@@ -129,27 +130,17 @@ def _contents(item: Item, classes: dict[str, str]) -> str:
     return f"({', '.join([*names, f'{others:,} more nodes'] if others else names)})"
 
 
-def _path_around(group: int | None, groups: list[DrawnGroup]) -> str:
-    while group is not None and not groups[group].module:
-        group = groups[group].parent
-    return groups[group].module if group is not None else ""
-
-
-def _relative(path: tuple[str, ...], around: str) -> str:
-    whole = ".".join(path)
-    return whole.removeprefix(f"{around}.") if around else whole
-
-
 def _frame(visit: _Visit, classes: dict[str, str], around: str) -> DrawnGroup:
     item, times = visit.item, visit.times
     path = ".".join(item.path)
-    shown = _relative(item.path, around)
+    shown = relative(path, around)
     if item.kind == "repeat":
         title = f"{item.count:,} x {_contents(item, classes)}"
         repeats, chained = item.count, item.chained
     elif times is not None:
         name = classes.get(path, "")
-        span = f"{shown} … {_relative(times.last_path, around)}"
+        last = relative(".".join(times.last_path), around)
+        span = f"{shown} … {last}"
         title = f"{times.count:,} x {name}  {span}" if name else f"{times.count:,} x {span}"
         repeats, chained = times.count, times.chained
     else:
@@ -163,7 +154,7 @@ class LeafBox:
     """Leaves in one box: corresponding leaves of all copies of a repeat, or many leaves of one box."""
 
     leaves: list[int]
-    uses: dict[int, int] = field(default_factory=dict)
+    uses: Counter[int]
     """For each box that uses them, the number of uses."""
     merged: bool = False
     """Whether they share a box only because there were too many."""
@@ -172,31 +163,27 @@ class LeafBox:
 def place_leaves(facts: Facts, drafts: Drafts) -> tuple[list[LeafBox], dict[int, list[int]]]:
     """Return boxes for leaves; and for each folded box, the leaves that no other box uses."""
     roots = {root.leaf for root in facts.roots if root.leaf is not None}
-    uses: list[dict[int, int]] = [{} for _ in facts.leaves]
-    slots: list[list[object]] = [[("leaf", leaf)] for leaf in range(len(facts.leaves))]
+    uses: list[Counter[int]] = [Counter() for _ in facts.leaves]
+    slots: list[set[object]] = [set() for _ in facts.leaves]
     for index, op in enumerate(facts.ops):
         box = drafts.box_of[index]
         for slot, leaf in enumerate(op.leaves):
-            uses[leaf][box] = uses[leaf].get(box, 0) + 1
-            # Copies of a repeated run share slots, so the leaves used in one slot become one box.
-            slots[leaf].append((box, index - drafts.start_of[index], slot))
+            uses[leaf][box] += 1
+            # Copies of a repeated run share slots, so the leaves of all copies become one box.
+            slots[leaf].add((box, index - drafts.start_of[index], slot))
     inside: dict[int, list[int]] = {}
-    classes = _Classes()
+    alike: dict[object, list[int]] = {}
     for leaf, used in enumerate(uses):
         only = next(iter(used)) if len(used) == 1 and leaf not in roots else None
         if only is not None and drafts.boxes[only].item.kind == "fold":
             inside.setdefault(only, []).append(leaf)
         else:
-            classes.add(leaf, slots[leaf])
-    return _merged([_box(leaves, uses) for leaves in classes.groups()]), inside
-
-
-def _box(leaves: list[int], uses: list[dict[int, int]]) -> LeafBox:
-    found = LeafBox(leaves)
-    for leaf in leaves:
-        for box, count in uses[leaf].items():
-            found.uses[box] = found.uses.get(box, 0) + count
-    return found
+            alike.setdefault(frozenset(slots[leaf]) or leaf, []).append(leaf)
+    boxes = [
+        LeafBox(leaves, sum((uses[leaf] for leaf in leaves), Counter()))
+        for leaves in alike.values()
+    ]
+    return _merged(boxes), inside
 
 
 def _merged(boxes: list[LeafBox]) -> list[LeafBox]:
@@ -210,38 +197,9 @@ def _merged(boxes: list[LeafBox]) -> list[LeafBox]:
         if len(alike) > _MOST_SEPARATE:
             leaves = [leaf for box in alike for leaf in box.leaves]
             count = sum(box.uses[user] for box in alike)
-            alike[0].leaves, alike[0].uses, alike[0].merged = leaves, {user: count}, True
+            alike[0].leaves, alike[0].uses, alike[0].merged = leaves, Counter({user: count}), True
             gone.update(id(box) for box in alike[1:])
     return [box for box in boxes if id(box) not in gone]
-
-
-class _Classes:
-    """Equivalence classes of leaves: leaves that share a slot, directly or through others, are in one class."""
-
-    def __init__(self) -> None:
-        self._leaf_of: dict[object, int] = {}
-        self._parent: dict[int, int] = {}
-
-    def add(self, leaf: int, slots: list[object]) -> None:
-        """Join ``leaf`` with all leaves that have one of ``slots``."""
-        self._parent[leaf] = leaf
-        for slot in slots:
-            other = self._find(self._leaf_of.setdefault(slot, leaf))
-            own = self._find(leaf)
-            if own != other:
-                self._parent[max(own, other)] = min(own, other)
-
-    def _find(self, leaf: int) -> int:
-        while self._parent[leaf] != leaf:
-            self._parent[leaf] = leaf = self._parent[self._parent[leaf]]
-        return leaf
-
-    def groups(self) -> list[list[int]]:
-        """Return the classes, in the order of their first leaf."""
-        found: dict[int, list[int]] = {}
-        for leaf in self._parent:
-            found.setdefault(self._find(leaf), []).append(leaf)
-        return list(found.values())
 
 
 def leaves_inside(leaves: list[Leaf], box: Draft) -> tuple[DrawnLeaf, ...]:
@@ -261,11 +219,10 @@ def leaves_inside(leaves: list[Leaf], box: Draft) -> tuple[DrawnLeaf, ...]:
 
 
 def _inside(name: str, leaves: list[Leaf]) -> DrawnLeaf:
-    shapes, dtypes = {leaf.shape for leaf in leaves}, {leaf.dtype for leaf in leaves}
     return DrawnLeaf(
         name=clean(name),
-        shape=shapes.pop() if len(shapes) == 1 else None,
-        dtype=dtypes.pop() if len(dtypes) == 1 else "",
+        shape=agreed((leaf.shape for leaf in leaves), None),
+        dtype=agreed((leaf.dtype for leaf in leaves), ""),
         count=len(leaves),
         nbytes=sum(leaf.nbytes for leaf in leaves),
         is_parameter=all(leaf.is_parameter for leaf in leaves),

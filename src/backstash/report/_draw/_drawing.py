@@ -13,13 +13,12 @@ from ...errors import UsageError
 from ._assemble import assemble
 from ._dot import to_dot
 from ._drafts import draft
-from ._facts import Names, Params, read
+from ._facts import Params, read
 from ._outline import to_text
-from ._records import DrawnGraph, Place
+from ._records import DrawnGraph
 from ._repeats import find_repeats
 from ._svg import to_page, to_svg
-from ._tensors import notes_on, sum_up
-from ._text import clean
+from ._tensors import memory_of, notes_on, places_of
 from ._tree import choose, grow, inferred_paths
 
 __all__ = ["Drawing", "draw"]
@@ -83,7 +82,7 @@ def draw(
         raise UsageError(f"color_by={color_by!r}: allowed are {allowed}")
     if depth is not None and (type(depth) is not int or depth < 0):
         raise UsageError(f"depth={depth!r}: allowed is an int from 0 on, or None")
-    facts = read(outputs, Names(params))
+    facts = read(outputs, params)
     paths = [op.path for op in facts.ops]
     inferred = False
     if not facts.labelled:
@@ -93,24 +92,24 @@ def draw(
     if collapse_repeated:
         find_repeats(root, facts)
     choice = choose(root, facts, depth)
-    drafts = draft(choice.root, facts.names.classes)
+    drafts = draft(choice.root, facts.classes)
     nodes, edges, groups = assemble(
         facts, drafts, show_saved=show_saved, by_dtype=color_by == "dtype"
     )
-    sums = sum_up(facts)
-    ordered = sorted(sums.places.items(), key=lambda pair: -pair[1][1])
+    unique_bytes, leaf_bytes = memory_of(facts)
+    held = list(facts.held())
     return Drawing(
         nodes=tuple(nodes),
         edges=tuple(edges),
         groups=tuple(groups),
-        notes=notes_on(facts, choice, sums, inferred=inferred),
+        notes=notes_on(facts, choice, inferred=inferred),
         color_by=color_by,
         graph_nodes=len(facts.ops) + len(facts.leaves),
-        saved=sums.count,
-        saved_bytes=sums.nbytes,
-        unique_bytes=sums.unique_bytes,
-        leaf_bytes=sums.leaf_bytes,
-        places=tuple(Place(clean(where), *counts) for where, counts in ordered),
+        saved=len(held),
+        saved_bytes=sum(each.nbytes or 0 for each in held),
+        unique_bytes=unique_bytes,
+        leaf_bytes=leaf_bytes,
+        places=places_of(held),
     )
 
 

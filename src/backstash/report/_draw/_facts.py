@@ -15,7 +15,7 @@ from ..._torch.graph_walk import Outputs, iter_graph, roots_of
 from ...errors import UsageError
 from ._held import HeldTensor, Reader, sizes_of, storage_of
 
-__all__ = ["Facts", "Leaf", "Names", "OpFacts", "Params", "Root", "read"]
+__all__ = ["Facts", "Leaf", "OpFacts", "Params", "Root", "read"]
 
 _LEAF = "torch::autograd::AccumulateGrad"
 _MOST_PARTS = 40  # names in a module's path; deeper names count as one
@@ -74,11 +74,22 @@ class Facts:
     """Number of outputs that need no gradient."""
     labelled: int
     """Number of nodes that are labelled with a module's path."""
-    names: Names
+    classes: dict[str, str]
+    """The class of each module by its path, if the caller gave a module."""
+    not_reached: list[str]
+    """The caller's names of leaves that need a gradient and are not in the graph."""
+    frozen: list[str]
+    """The caller's names of tensors that need no gradient."""
+
+    def held(self) -> Iterator[HeldTensor]:
+        """Yield the tensors that all nodes hold, in the order of forward."""
+        for op in self.ops:
+            yield from op.held
 
 
-def read(outputs: Outputs, names: Names) -> Facts:
-    """Read everything that backward from ``outputs`` would reach."""
+def read(outputs: Outputs, params: Params | None) -> Facts:
+    """Read everything that backward from ``outputs`` would reach, with the names in ``params``."""
+    named = _named(params)
     given = _several(outputs)
     nodes = list(iter_graph(given))
     leaves = [node for node in nodes if node.name() == _LEAF]
@@ -86,8 +97,8 @@ def read(outputs: Outputs, names: Names) -> Facts:
     place_of_leaf = _by_first_use(leaves, order)
     place = {node: index for index, node in enumerate(order)}
     reader = Reader()
-    given_names = {tensor.grad_fn: name for name, tensor in names.made()}
-    ops = [_op(node, given_names.get(node, ""), reader) for node in order]
+    made = {tensor.grad_fn: name for name, tensor in named.values() if tensor.grad_fn is not None}
+    ops = [_op(node, made.get(node, ""), reader) for node in order]
     for op, node in zip(ops, order, strict=True):
         for following, output in node.next_functions:
             if following in place_of_leaf:
@@ -95,15 +106,19 @@ def read(outputs: Outputs, names: Names) -> Facts:
             elif following is not None:
                 op.inputs.append((place[following], output))
     roots = [_root(each, place, place_of_leaf) for each in given if roots_of([each])]
-    read_leaves = [_leaf(node, index, names) for node, index in place_of_leaf.items()]
-    names.let_go()
+    tensors = [getattr(node, "variable", None) for node in place_of_leaf]
+    used = {id(tensor) for tensor in tensors}
+    unused = [each for key, each in named.items() if key not in used and each[1].is_leaf]
+    modules = params.named_modules() if isinstance(params, nn.Module) else ()
     return Facts(
         ops=ops,
-        leaves=read_leaves,
+        leaves=[_leaf(tensor, index, named) for index, tensor in enumerate(tensors)],
         roots=roots,
         without_graph=len(given) - len(roots),
         labelled=sum(bool(op.path) for op in ops),
-        names=names,
+        classes={path: type(module).__name__ for path, module in modules},
+        not_reached=[name for name, tensor in unused if tensor.requires_grad],
+        frozen=[name for name, tensor in unused if not tensor.requires_grad],
     )
 
 
@@ -143,18 +158,10 @@ def _forward_order(nodes: list[Any]) -> list[Any]:
 
 def _by_first_use(leaves: list[Any], order: list[Any]) -> dict[Any, int]:
     """Return leaves with their numbers, in the order in which forward first used them."""
-    found = dict.fromkeys(leaves, -1)
-    count = 0
-    for node in order:
-        for following, _ in node.next_functions:
-            if found.get(following) == -1:
-                found[following] = count
-                count += 1
-    for leaf, number in found.items():
-        if number == -1:  # an output itself
-            found[leaf] = count
-            count += 1
-    return dict(sorted(found.items(), key=lambda pair: pair[1]))
+    known = set(leaves)
+    used = [each for node in order for each, _ in node.next_functions if each in known]
+    # A leaf that no node uses is an output itself.
+    return {leaf: number for number, leaf in enumerate(dict.fromkeys([*used, *leaves]))}
 
 
 def _op(node: Any, given: str, reader: Reader) -> OpFacts:
@@ -173,16 +180,13 @@ def _split_path(path: str) -> tuple[str, ...]:
     return tuple(path.split(".", _MOST_PARTS - 1)) if path else ()
 
 
-def _leaf(node: Any, index: int, names: Names) -> Leaf:
-    tensor = getattr(node, "variable", None)
+def _leaf(tensor: Any, index: int, named: dict[int, tuple[str, Tensor]]) -> Leaf:
     if not isinstance(tensor, Tensor):
         return Leaf(f"leaf {index} (gone)", False, None, "", 0, None)
-    shape = sizes_of(tensor)
-    name = names.of(tensor)
     return Leaf(
-        name=name,
-        is_parameter=names.is_parameter(tensor),
-        shape=shape,
+        name=named.get(id(tensor), ("", tensor))[0],
+        is_parameter=isinstance(tensor, nn.Parameter),
+        shape=sizes_of(tensor),
         dtype=str(tensor.dtype).removeprefix("torch."),
         nbytes=_leaf_bytes(tensor),
         storage=storage_of(tensor),
@@ -210,46 +214,13 @@ def _root(given: Any, place: dict[Any, int], leaves: dict[Any, int]) -> Root:
     return Root(place.get(node), leaves.get(node), output, shape, dtype)
 
 
-class Names:
-    """The caller's names for tensors, and the classes of modules; holds the tensors while the graph is read."""
-
-    def __init__(self, params: Params | None) -> None:
-        self.classes: dict[str, str] = {}
-        """The class of each module by its path, if ``params`` is a module."""
-        self.not_reached: list[str] = []
-        """Names of leaves that need a gradient and are not in the graph; filled by :meth:`let_go`."""
-        self.frozen: list[str] = []
-        """Names of tensors that need no gradient; filled by :meth:`let_go`."""
-        self._owned: dict[int, tuple[str, Tensor]] = {}
-        self._used: set[int] = set()
-        for name, tensor in _pairs(params):
-            first = self._owned.get(id(tensor), ("", tensor))[0]
-            self._owned[id(tensor)] = (f"{first} = {name}" if first else name, tensor)
-        if isinstance(params, nn.Module):
-            for path, module in params.named_modules():
-                self.classes[path] = type(module).__name__
-
-    def of(self, tensor: Tensor) -> str:
-        """Return the name of a leaf; ``""`` if the caller gave none. Two names are joined by ``=``."""
-        self._used.add(id(tensor))
-        return self._owned.get(id(tensor), ("", tensor))[0]
-
-    def is_parameter(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` is an ``nn.Parameter``."""
-        return isinstance(tensor, nn.Parameter)
-
-    def made(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the named tensors that are not leaves."""
-        for name, tensor in self._owned.values():
-            if tensor.grad_fn is not None:
-                yield name, tensor
-
-    def let_go(self) -> None:
-        """Drop the tensors, and fill ``not_reached`` and ``frozen`` with the names that were not used."""
-        for key, (name, tensor) in self._owned.items():
-            if key not in self._used and tensor.is_leaf:
-                (self.not_reached if tensor.requires_grad else self.frozen).append(name)
-        self._owned.clear()
+def _named(params: Params | None) -> dict[int, tuple[str, Tensor]]:
+    """Return the caller's tensors with their names, by ``id``. Two names of one tensor are joined by ``=``."""
+    found: dict[int, tuple[str, Tensor]] = {}
+    for name, tensor in _pairs(params):
+        first = found.get(id(tensor), ("", tensor))[0]
+        found[id(tensor)] = (f"{first} = {name}" if first else name, tensor)
+    return found
 
 
 def _pairs(params: Any) -> list[tuple[str, Tensor]]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..._torch.checkpoints import frame_behind, notes_of
-from ..._torch.node_saves import RECOMPUTED, SavedValue, look, raw_of, saved
+from ..._torch.node_saves import RECOMPUTED, SavedValue, look, raws_of, saved
 from ..._torch.storages import storage_identity
 
 __all__ = ["HeldTensor", "Reader", "sizes_of", "storage_of"]
@@ -41,14 +41,13 @@ class Reader:
 
     def read(self, node: Any) -> list[HeldTensor]:
         """Return the tensors that ``node`` holds, in the node's own order."""
-        lists: dict[str, Any] = {}
-        found = [self._describe(node, value, lists) for value in saved(node)]
+        records = dict(raws_of(node))
+        found = [self._describe(value, records.get(value.name)) for value in saved(node)]
         if isinstance(node, torch.autograd.function.BackwardCFunction):
             found += _on_ctx(node)
         return found
 
-    def _describe(self, node: Any, value: SavedValue, lists: dict[str, Any]) -> HeldTensor:
-        raw = _raw(node, value.name, lists)
+    def _describe(self, value: SavedValue, raw: Any) -> HeldTensor:
         packed = _quietly(raw, "data")
         shape, dtype, nbytes = value.shape, value.dtype, value.nbytes
         if isinstance(getattr(packed, "parts", None), dict) and hasattr(packed, "kind"):
@@ -74,19 +73,6 @@ class Reader:
             self._recomputed[id(frame)] = notes_of(frame)
         found = self._recomputed[id(frame)].get(id(holder))
         return found if isinstance(found, dict) else None
-
-
-def _raw(node: Any, name: str, lists: dict[str, Any]) -> Any:
-    """Return autograd's own record of a saved tensor."""
-    base, bracket, index = name.partition("[")
-    if base not in lists:
-        lists[base] = raw_of(node, base)
-    if not bracket:
-        return lists[base]
-    try:
-        return lists[base][int(index.rstrip("]"))]
-    except (IndexError, TypeError, ValueError):
-        return None
 
 
 def _quietly(owner: Any, name: str) -> Any:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ._records import DrawnGraph, DrawnNode
-from ._text import bytes_of, cells_of, frame_title, headline, size_of
+from ._records import DrawnGraph, frames_around
+from ._text import frame_title, headline, row_lines, size_line
+from ._tree import common_path
 
 __all__ = ["to_text"]
 
@@ -27,41 +28,26 @@ def _boxes(drawing: DrawnGraph) -> Iterator[str]:
     around: tuple[int, ...] = ()
     for index in _order(drawing, chains):
         chain = chains[index]
-        same = 0
-        while same < min(len(chain), len(around)) and chain[same] == around[same]:
-            same += 1
-        for depth in range(same, len(chain)):
+        for depth in range(len(common_path([chain, around])), len(chain)):
             yield f"{'  ' * depth}{frame_title(drawing.groups[chain[depth]])}:"
         around = chain
         node = drawing.nodes[index]
         used = f"from {', '.join(inputs[index])}" if index in inputs else ""
-        texts = [f"#{index}", _heading(node), node.detail, used]
+        times = f"{node.repeats:,} x " if node.repeats > 1 else ""
+        size = size_line(node, show_dtype=False)
+        texts = [f"#{index}", times + node.label, size, node.detail, used]
         indent = "  " * len(chain)
         yield indent + "  ".join(filter(None, texts))
-        for what, rows in (("holds", node.leaves), ("saved", node.tensors)):
-            for row in rows:
-                texts = [what, *cells_of(row, show_dtype=drawing.color_by == "dtype")]
-                yield f"{indent}    {'  '.join(filter(None, texts))}"
-
-
-def _heading(node: DrawnNode) -> str:
-    times = f"{node.repeats:,} x " if node.repeats > 1 else ""
-    nbytes = (
-        bytes_of(node.nbytes, 0, 1) if node.kind in ("parameter", "leaf") and node.nbytes else ""
-    )
-    size = size_of(node.shape, node.dtype, show_dtype=False)
-    return "  ".join(filter(None, (times + node.label, size, nbytes)))
+        for line in row_lines(node, show_dtype=drawing.color_by == "dtype"):
+            yield f"{indent}    {line}"
 
 
 def _chains(drawing: DrawnGraph) -> list[tuple[int, ...]]:
     """Return, for each box, the frames around it, outermost first."""
-    of_group: list[tuple[int, ...]] = []
     found: list[tuple[int, ...]] = [()] * len(drawing.nodes)
     for number, group in enumerate(drawing.groups):
-        around = of_group[group.parent] if group.parent is not None else ()
-        of_group.append((*around, number))
         for node in group.nodes:
-            found[node] = of_group[-1]
+            found[node] = frames_around(number, drawing.groups)
     return found
 
 

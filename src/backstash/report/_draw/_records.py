@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 __all__ = [
     "SAVED_ABOVE",
@@ -13,7 +15,12 @@ __all__ = [
     "DrawnNode",
     "DrawnTensor",
     "Place",
+    "agreed",
+    "frames_around",
+    "path_around",
 ]
+
+_T = TypeVar("_T")
 
 SAVED_ABOVE = "saved above"
 """``DrawnTensor.same_as`` where an earlier operation saved the same memory."""
@@ -82,25 +89,25 @@ class DrawnNode:
     one box; ``"folded"`` for nodes that were left out."""
     label: str
     """The heading: an operation's name without ``Backward0``, a leaf's name, or a module's path."""
-    name: str
+    name: str = ""
     """The node's own name, such as ``"MulBackward0"``, or the leaf's; ``""`` if the box is of several."""
-    module: str
+    module: str = ""
     """The path of the module that ran the operation, or ``""``."""
-    shape: tuple[str, ...] | None
+    shape: tuple[str, ...] | None = None
     """The sizes of its first output; ``None`` if unknown, or not the same for all."""
-    dtype: str
+    dtype: str = ""
     """The element type of that output, or ``""``."""
-    detail: str
+    detail: str = ""
     """The line below the heading: the caller's name for the result, or the number of nodes by kind."""
-    nodes: int
+    nodes: int = 0
     """Number of nodes of the graph that this box stands for, leaves included."""
-    leaves: tuple[DrawnLeaf, ...]
+    leaves: tuple[DrawnLeaf, ...] = ()
     """The leaves in the box, which are not used outside it; empty for one operation and for a leaf itself."""
-    repeats: int
+    repeats: int = 1
     """Number of copies that the box stands for; 1 unless the box itself was folded."""
-    tensors: tuple[DrawnTensor, ...]
+    tensors: tuple[DrawnTensor, ...] = ()
     """The tensors that it saved."""
-    nbytes: int
+    nbytes: int = 0
     """Bytes of the leaf, or of all leaves in the box."""
 
 
@@ -164,3 +171,24 @@ class DrawnGraph:
     """Bytes of leaves' memory that are saved; the leaves hold them without a graph too."""
     places: tuple[Place, ...]
     """Where the saved tensors are stored now, the place with the most bytes first."""
+
+
+def agreed(values: Iterable[_T], otherwise: _T) -> _T:
+    """Return the value of a field that all have; if they differ, or there are none, ``otherwise``."""
+    found = set(values)
+    return found.pop() if len(found) == 1 else otherwise
+
+
+def frames_around(group: int | None, groups: Sequence[DrawnGroup]) -> tuple[int, ...]:
+    """Return a frame and those around it, outermost first."""
+    found: list[int] = []
+    while group is not None:
+        found.append(group)
+        group = groups[group].parent
+    return tuple(reversed(found))
+
+
+def path_around(group: int | None, groups: Sequence[DrawnGroup]) -> str:
+    """Return the module path of the innermost frame that has one; ``""`` if there is none."""
+    paths = (groups[each].module for each in reversed(frames_around(group, groups)))
+    return next(filter(None, paths), "")

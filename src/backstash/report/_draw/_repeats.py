@@ -23,43 +23,24 @@ _FEWEST_MODULES_OPS = 8  # in a module that occurs twice
 
 def find_repeats(root: Item, facts: Facts) -> None:
     """Replace runs of children that repeat by ``"repeat"`` items, everywhere in the tree."""
-    kinds = _Kinds(facts)
+    numbers: dict[object, int] = {}
     for item in reversed(list(walk(root))):
-        if item.kind == "module":
-            kinds.note(item)
-            item.children = _folded(item.children, kinds)
+        if item.kind == "op":
+            key = _signature(facts.ops[item.first], facts)
+        else:
+            key = ("module", len(item.path), *(child.number for child in item.children))
+            item.children = _folded(item.children, facts)
+        item.number = numbers.setdefault(key, len(numbers))
 
 
-class _Kinds:
-    """A number for each item, equal for items with the same operations on the same shapes, whatever they
-    use."""
-
-    def __init__(self, facts: Facts) -> None:
-        self.facts = facts
-        self._numbers: dict[object, int] = {}
-        self._of_op = [self._number(_signature(op, facts)) for op in facts.ops]
-        self._of_module: dict[int, int] = {}
-
-    def _number(self, key: object) -> int:
-        return self._numbers.setdefault(key, len(self._numbers))
-
-    def note(self, module: Item) -> None:
-        """Remember a module's number, before its children are folded."""
-        key = ("module", len(module.path), *(self.of(child) for child in module.children))
-        self._of_module[id(module)] = self._number(key)
-
-    def of(self, item: Item) -> int:
-        """Return the number of an operation, or of a module that was noted."""
-        return self._of_op[item.first] if item.kind == "op" else self._of_module[id(item)]
-
-    def wired_alike(self, one: Item, other: Item) -> bool:
-        """Whether two items of one number take their inputs from corresponding places."""
-        ops, shift = self.facts.ops, other.first - one.first
-        return all(
-            _same_source(mine, theirs, one.first, other.first)
-            for index in range(one.first, one.end)
-            for mine, theirs in zip(ops[index].inputs, ops[index + shift].inputs, strict=True)
-        )
+def _are_wired_alike(one: Item, other: Item, ops: list[OpFacts]) -> bool:
+    """Whether two items of one number take their inputs from corresponding places."""
+    shift = other.first - one.first
+    return all(
+        _same_source(mine, theirs, one.first, other.first)
+        for index in range(one.first, one.end)
+        for mine, theirs in zip(ops[index].inputs, ops[index + shift].inputs, strict=True)
+    )
 
 
 def _signature(op: OpFacts, facts: Facts) -> object:
@@ -80,9 +61,9 @@ def _same_source(
     return source < start <= other < other_start  # the other uses a result of this one
 
 
-def _folded(children: list[Item], kinds: _Kinds) -> list[Item]:
-    numbers = [kinds.of(child) for child in children]
-    runs = {k: _runs(children, numbers, k, kinds) for k in _periods(numbers)}
+def _folded(children: list[Item], facts: Facts) -> list[Item]:
+    periods = _periods([child.number for child in children])
+    runs = {k: _runs(children, k, facts) for k in periods}
     found, place = [], 0
     while place < len(children):
         best, most = 0, 0
@@ -90,14 +71,12 @@ def _folded(children: list[Item], kinds: _Kinds) -> list[Item]:
             copies = lengths[place] // k + 1
             if (copies - 1) * k > most and _is_worth(children, place, k, copies):
                 best, most = k, (copies - 1) * k
-        if best and _starts_better_later(children, place, best, runs[best]):
-            best = 0
         if not best:
             found.append(children[place])
             place += 1
             continue
         copies = runs[best][place] // best + 1
-        found.append(_repeat(children[place : place + best * copies], best, copies, kinds.facts))
+        found.append(_repeat(children[place : place + best * copies], best, copies, facts))
         place += best * copies
     return found
 
@@ -115,13 +94,13 @@ def _periods(numbers: list[int]) -> list[int]:
     return sorted(gap for gap in common | small if 2 * gap <= len(numbers))
 
 
-def _runs(children: list[Item], numbers: list[int], k: int, kinds: _Kinds) -> list[int]:
+def _runs(children: list[Item], k: int, facts: Facts) -> list[int]:
     """Return, for each place, how many children from there on equal the child ``k`` places further."""
     lengths = [0] * (len(children) + 1)
     for place in range(len(children) - k - 1, -1, -1):
-        if numbers[place] == numbers[place + k]:
-            if kinds.wired_alike(children[place], children[place + k]):
-                lengths[place] = lengths[place + 1] + 1
+        one, other = children[place], children[place + k]
+        if one.number == other.number and _are_wired_alike(one, other, facts.ops):
+            lengths[place] = lengths[place + 1] + 1
     return lengths
 
 
@@ -134,17 +113,10 @@ def _is_worth(children: list[Item], place: int, k: int, copies: int) -> bool:
     return copies > 2 and nodes >= _FEWEST_OPS
 
 
-def _starts_better_later(children: list[Item], place: int, k: int, lengths: list[int]) -> bool:
-    """Whether the next child is a module, unlike this one, and the run from it has as many copies."""
-    if children[place].kind == "module" or children[place + 1].kind != "module":
-        return False
-    return lengths[place + 1] // k == lengths[place] // k
-
-
 def _repeat(children: list[Item], k: int, copies: int, facts: Facts) -> Item:
     first, last = children[0], children[-1]
     path = common_path([child.path for child in children[:k]])
-    item = Item("repeat", first.first, last.end, path, children[:k], copies)
+    item = Item("repeat", first.first, last.end, path, children[:k], count=copies)
     item.last_path = children[-k].path
     period = item.period
     item.chained = any(

@@ -10,7 +10,7 @@ from ...errors import UsageError
 from ._colors import CSS
 from ._dot import FONT, to_dot
 from ._records import DrawnGraph, DrawnNode
-from ._text import cells_of, headline, size_of, xml
+from ._text import headline, row_lines, size_line, xml
 
 __all__ = ["to_page", "to_svg"]
 
@@ -64,18 +64,9 @@ def _title(of: str, drawing: DrawnGraph) -> str:
 
 
 def _tooltip(node: DrawnNode) -> str:
-    lines = [node.name or node.label]
-    if node.module and node.module != node.label:
-        lines.append(f"module {node.module}")
-    if node.shape is not None:
-        lines.append(size_of(node.shape, node.dtype, show_dtype=True))
-    lines += [node.detail] if node.detail else []
-    if node.nodes > 1:
-        lines.append(f"{node.nodes:,} nodes of the graph")
-    rows = [cells_of(leaf, show_dtype=True) for leaf in node.leaves]
-    rows += [cells_of(tensor, show_dtype=True) for tensor in node.tensors]
-    lines += ["  ".join(filter(None, row)) for row in rows]
-    return "\n".join(lines)
+    module = f"module {node.module}" if node.module and node.module != node.label else ""
+    lines = [node.name or node.label, module, size_line(node, show_dtype=True), node.detail]
+    return "\n".join(filter(None, [*lines, *row_lines(node, show_dtype=True)]))
 
 
 def to_page(drawing: DrawnGraph) -> str:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 from ..._torch.node_saves import RECOMPUTED
 from ._drafts import Draft
 from ._facts import Facts
 from ._held import HeldTensor
-from ._records import SAVED_ABOVE, DrawnTensor, Place
+from ._records import SAVED_ABOVE, DrawnTensor, Place, agreed
 from ._text import clean, short_name
 from ._tree import Choice
 
-__all__ = ["Sums", "notes_on", "same_memory", "sum_up", "tensors_of"]
+__all__ = ["memory_of", "notes_on", "places_of", "same_memory", "tensors_of"]
 
 _MOST_ROWS = 6
 _MOST_NAMES = 4
@@ -25,53 +24,39 @@ _INSIDE = {
 }
 
 
-@dataclass(slots=True)
-class Sums:
-    """Sums over the saved tensors of the whole graph."""
-
-    count: int = 0
-    nbytes: int = 0
-    """Bytes of their elements, each counted as often as it is saved."""
-    unique_bytes: int = 0
-    """Bytes of their memory: shared memory counted once and at most its size, memory of leaves not counted."""
-    leaf_bytes: int = 0
-    """Bytes of leaves' memory that are saved; the leaves hold them even without a graph."""
-    unknown: int = 0
-    """Number of tensors whose bytes are unknown."""
-    silent: int = 0
-    """Number of those that hooks packed into objects that do not describe themselves."""
-    places: dict[str, list[int]] = field(default_factory=dict)
-    """For each place, the number of tensors there and their bytes."""
+def places_of(all_held: Iterable[HeldTensor]) -> tuple[Place, ...]:
+    """Return where tensors are stored, the place with the most bytes first."""
+    counts: dict[str, list[int]] = {}
+    for each in all_held:
+        place = counts.setdefault(each.where, [0, 0])
+        place[0] += 1
+        place[1] += each.nbytes or 0
+    ordered = sorted(counts.items(), key=lambda pair: -pair[1][1])
+    return tuple(Place(clean(where), *both) for where, both in ordered)
 
 
-def sum_up(facts: Facts) -> Sums:
-    """Add up the tensors that all nodes hold."""
-    sums = Sums()
+def memory_of(facts: Facts) -> tuple[int, int]:
+    """Return the bytes of the memory of saved tensors, and the bytes of it that are leaves' own.
+
+    Shared memory counts once, with at most its size. The leaves hold their memory without a graph too, so it is
+    only in the second figure.
+    """
     leaves = {leaf.storage for leaf in facts.leaves if leaf.storage is not None}
-    memory: dict[tuple[object, int], int] = {}
-    for op in facts.ops:
-        for held in op.held:
-            nbytes = held.nbytes or 0
-            sums.count += 1
-            sums.nbytes += nbytes
-            sums.unknown += held.nbytes is None
-            sums.silent += held.nbytes is None and held.where == "hooks"
-            place = sums.places.setdefault(held.where, [0, 0])
-            place[0] += 1
-            place[1] += nbytes
-            if held.where == RECOMPUTED:
-                continue  # it takes no memory now
-            if held.storage is None:
-                sums.unique_bytes += nbytes
-            else:
-                memory[held.storage] = memory.get(held.storage, 0) + nbytes
-    for storage, nbytes in memory.items():
-        needed = min(nbytes, storage[1])
-        if storage in leaves:
-            sums.leaf_bytes += needed
+    unique = of_leaves = 0
+    memory: Counter[tuple[object, int]] = Counter()
+    for held in facts.held():
+        if held.where == RECOMPUTED:
+            continue  # it takes no memory now
+        if held.storage is None:
+            unique += held.nbytes or 0
         else:
-            sums.unique_bytes += needed
-    return sums
+            memory[held.storage] += held.nbytes or 0
+    for storage, nbytes in memory.items():
+        if storage in leaves:
+            of_leaves += min(nbytes, storage[1])
+        else:
+            unique += min(nbytes, storage[1])
+    return unique, of_leaves
 
 
 def same_memory(facts: Facts) -> dict[int, str]:
@@ -84,14 +69,13 @@ def same_memory(facts: Facts) -> dict[int, str]:
     }
     seen: set[tuple[object, int]] = set()
     found = {}
-    for op in facts.ops:
-        for held in op.held:
-            if held.storage in leaves:
-                found[id(held)] = leaves[held.storage]
-            elif held.storage in seen:
-                found[id(held)] = SAVED_ABOVE
-            elif held.storage is not None:
-                seen.add(held.storage)
+    for held in facts.held():
+        if held.storage in leaves:
+            found[id(held)] = leaves[held.storage]
+        elif held.storage in seen:
+            found[id(held)] = SAVED_ABOVE
+        elif held.storage is not None:
+            seen.add(held.storage)
     return found
 
 
@@ -122,37 +106,24 @@ def _one_by_one(runs: list[list[HeldTensor]], same: dict[int, str]) -> tuple[Dra
     return tuple(rows)
 
 
-def _row(name: str, all_held: Iterable[HeldTensor], same: dict[int, str]) -> DrawnTensor:
-    held = list(all_held)
-    places: dict[str, list[int]] = {}
-    for each in held:
-        place = places.setdefault(each.where, [0, 0])
-        place[0] += 1
-        place[1] += each.nbytes or 0
-    ordered = sorted(places.items(), key=lambda pair: -pair[1][1])
-    shapes, dtypes = {each.shape for each in held}, {each.dtype for each in held}
-    again = {same.get(id(each), "") for each in held}
+def _row(name: str, held: list[HeldTensor], same: dict[int, str]) -> DrawnTensor:
     return DrawnTensor(
         name=clean(name),
-        shape=shapes.pop() if len(shapes) == 1 else None,
-        dtype=clean(dtypes.pop()) if len(dtypes) == 1 else "",
+        shape=agreed((each.shape for each in held), None),
+        dtype=clean(agreed((each.dtype for each in held), "")),
         count=len(held),
         nbytes=sum(each.nbytes or 0 for each in held),
         unknown=sum(each.nbytes is None for each in held),
-        places=tuple(Place(clean(where), *counts) for where, counts in ordered),
-        same_as=clean(_agreed(again)),
+        places=places_of(held),
+        same_as=clean(_whose({same.get(id(each), "") for each in held})),
     )
 
 
-def _agreed(again: set[str]) -> str:
-    if "" in again:
-        return ""
-    if len(again) == 1:
-        return again.pop()
-    return SAVED_ABOVE if SAVED_ABOVE in again else "leaves'"
+def _whose(again: set[str]) -> str:
+    return agreed(again, "" if "" in again else SAVED_ABOVE if SAVED_ABOVE in again else "leaves'")
 
 
-def notes_on(facts: Facts, choice: Choice, sums: Sums, *, inferred: bool) -> tuple[str, ...]:
+def notes_on(facts: Facts, choice: Choice, *, inferred: bool) -> tuple[str, ...]:
     """Return the notes of a drawing: sentences, most important first."""
     return tuple(
         [
@@ -160,7 +131,7 @@ def notes_on(facts: Facts, choice: Choice, sums: Sums, *, inferred: bool) -> tup
             *_on_folding(choice),
             *_on_modules(facts, inferred=inferred),
             *_on_nodes(facts),
-            *_on_tensors(sums),
+            *_on_tensors(facts),
             *_on_names(facts),
         ]
     )
@@ -221,10 +192,10 @@ def _on_nodes(facts: Facts) -> list[str]:
     ]
 
 
-def _on_tensors(sums: Sums) -> list[str]:
+def _on_tensors(facts: Facts) -> list[str]:
     found = []
-    hooks = sums.silent
-    freed = sums.places.get("freed", (0, 0))[0]
+    unknown = Counter(held.where for held in facts.held() if held.nbytes is None)
+    hooks, freed = unknown.pop("hooks", 0), unknown.pop("freed", 0)
     if hooks:
         found.append(
             f"{hooks:,} saved tensor{'s are' if hooks > 1 else ' is'} known only to hooks, which "
@@ -234,17 +205,16 @@ def _on_tensors(sums: Sums) -> list[str]:
         found.append(
             f"{freed:,} saved tensor{'s were' if freed > 1 else ' was'} freed by a backward."
         )
-    other = sums.unknown - hooks - freed
-    if other > 0:
-        found.append(f"The bytes of {other:,} more saved tensors are not known.")
+    if unknown:
+        found.append(f"The bytes of {unknown.total():,} more saved tensors are not known.")
     return found
 
 
 def _on_names(facts: Facts) -> list[str]:
     found = []
     for names, what in (
-        (facts.names.not_reached, "not reached from the outputs"),
-        (facts.names.frozen, "without requires_grad"),
+        (facts.not_reached, "not reached from the outputs"),
+        (facts.frozen, "without requires_grad"),
     ):
         if names:
             shown = ", ".join(clean(name, 60) for name in names[:_MOST_NAMES])

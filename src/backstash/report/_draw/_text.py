@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from xml.sax.saxutils import escape
+
 from ..._text import clean as whole
 from ...places import label_of
 from ...units import format_bytes
-from ._records import SAVED_ABOVE, DrawnGraph, DrawnGroup, DrawnLeaf, DrawnTensor
+from ._records import SAVED_ABOVE, DrawnGraph, DrawnGroup, DrawnLeaf, DrawnNode, DrawnTensor
 
 __all__ = [
     "bytes_of",
@@ -14,8 +16,11 @@ __all__ = [
     "frame_title",
     "headline",
     "joined_shape",
+    "relative",
+    "row_lines",
     "short_name",
     "shortened",
+    "size_line",
     "size_of",
     "xml",
 ]
@@ -57,9 +62,18 @@ def xml(text: str) -> str:
     >>> xml('<a href="x">&')
     '&lt;a href=&quot;x&quot;&gt;&amp;'
     """
-    for character, entity in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ('"', "&quot;")):
-        text = text.replace(character, entity)
-    return text
+    return escape(text, {'"': "&quot;"})
+
+
+def relative(path: str, around: str) -> str:
+    """Return ``path`` without the path ``around`` it; ``""`` if they are the same.
+
+    >>> relative("blocks.0.up", "blocks.0"), relative("blocks.0", "blocks.0"), relative("head", "")
+    ('up', '', 'head')
+    """
+    if path == around:
+        return ""
+    return path.removeprefix(f"{around}.") if around else path
 
 
 def short_name(name: str) -> str:
@@ -102,6 +116,20 @@ def cells_of(of: DrawnTensor | DrawnLeaf, *, show_dtype: bool) -> list[str]:
     if of.same_as:
         where += f" ({'again' if of.same_as == SAVED_ABOVE else shortened(of.same_as, 26)})"
     return [of.name, size, bytes_of(of.nbytes, of.unknown, of.count), where]
+
+
+def size_line(node: DrawnNode, *, show_dtype: bool) -> str:
+    """Return the sizes of a box's result; for a leaf, its bytes too."""
+    is_leaf = node.kind in ("parameter", "leaf")
+    nbytes = bytes_of(node.nbytes, 0, 1) if is_leaf and node.nbytes else ""
+    return "  ".join(filter(None, (size_of(node.shape, node.dtype, show_dtype=show_dtype), nbytes)))
+
+
+def row_lines(node: DrawnNode, *, show_dtype: bool) -> list[str]:
+    """Return a line for each leaf and each saved tensor in a box."""
+    rows = [["holds", *cells_of(leaf, show_dtype=show_dtype)] for leaf in node.leaves]
+    rows += [["saved", *cells_of(tensor, show_dtype=show_dtype)] for tensor in node.tensors]
+    return ["  ".join(filter(None, row)) for row in rows]
 
 
 def frame_title(group: DrawnGroup) -> str:

@@ -9,8 +9,9 @@ which stretches are left out. Between the two, ``_repeats`` joins equal runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from ._facts import Facts
 
@@ -24,6 +25,7 @@ __all__ = [
     "walk",
 ]
 
+_T = TypeVar("_T", str, int)
 _MOST_BOXES = 60
 """The most boxes with ``depth=None``, about as many as a person can read."""
 _MOST_ASKED = 240
@@ -45,6 +47,8 @@ class Item:
     end: int
     path: tuple[str, ...] = ()
     children: list[Item] = field(default_factory=list)
+    number: int = 0
+    """Equal for items with the same operations on the same shapes, whatever they use."""
     count: int = 1
     """Number of copies in a repeated run."""
     chained: bool = False
@@ -67,7 +71,7 @@ def grow(paths: list[tuple[str, ...]]) -> Item:
     root = Item("module", 0, len(paths))
     open_items = [root]
     for index, path in enumerate(paths):
-        keep = 1 + _shared(open_items[-1].path, path)
+        keep = 1 + len(common_path([open_items[-1].path, path]))
         while len(open_items) > keep:
             open_items.pop().end = index
         while len(open_items) <= len(path):
@@ -87,16 +91,6 @@ def walk(root: Item) -> Iterator[Item]:
         item = ahead.pop()
         yield item
         ahead += reversed(item.children)
-
-
-def _shared(one: tuple[str, ...], other: tuple[str, ...]) -> int:
-    """Return how many leading names two paths share."""
-    count = 0
-    for mine, theirs in zip(one, other, strict=False):
-        if mine != theirs:
-            break
-        count += 1
-    return count
 
 
 def inferred_paths(facts: Facts) -> list[tuple[str, ...]]:
@@ -123,11 +117,12 @@ def _module_of_leaf(name: str) -> tuple[str, ...] | None:
     return tuple(first.split(".")[:-1]) or None
 
 
-def common_path(paths: list[tuple[str, ...]]) -> tuple[str, ...]:
-    """Return the leading names that all ``paths`` share."""
-    shared = paths[0]
-    for path in paths[1:]:
-        shared = shared[: _shared(shared, path)]
+def common_path(paths: Iterable[tuple[_T, ...]]) -> tuple[_T, ...]:
+    """Return the leading names (or numbers) that all ``paths`` share."""
+    shared, *others = paths
+    for path in others:
+        while path[: len(shared)] != shared:
+            shared = shared[:-1]
     return shared
 
 
@@ -167,11 +162,9 @@ def choose(root: Item, facts: Facts, depth: int | None) -> Choice:
     """Return the tree to draw, opened to ``depth`` or as far as it stays readable."""
     if depth is None:
         _mark_small(root, facts)
-    costs = _costs(root, facts)
-    deepest = len(costs) - 1
+    deepest = 1 + max(len(item.path) for item in walk(root))
     if depth is None:
-        readable = [each for each in range(1, deepest + 1) if costs[each] <= _MOST_BOXES]
-        chosen, most = max(readable, default=min(1, deepest)), _MOST_BOXES
+        chosen, most = _readable_depth(root, facts, deepest), _MOST_BOXES
     else:
         chosen, most = min(depth, deepest), _MOST_ASKED
     drawn = _opened(root, chosen)
@@ -193,27 +186,12 @@ def _mark_small(root: Item, facts: Facts) -> None:
             item.is_small = saving <= 1
 
 
-def _costs(root: Item, facts: Facts) -> list[int]:
-    """Return the number of boxes at each depth, from 0 to the one that opens everything."""
-    deepest = max((len(item.path) for item in walk(root)), default=0) + 1
-    opened = [0] * (deepest + 1)  # boxes that exist from this depth on
-    folded = [0] * (deepest + 1)  # boxes that exist at this depth only
-    ahead = [root]
-    while ahead:
-        item = ahead.pop()
-        if item.is_small:
-            opened[len(item.path)] += 1
-            continue
-        if item.kind == "op":
-            opened[len(item.path) + 1] += 1 + len(facts.ops[item.first].leaves)
-        elif item.kind == "module":
-            folded[len(item.path)] += 1
-        ahead += item.children
-    total, costs = 0, []
-    for depth in range(deepest + 1):
-        total += opened[depth]
-        costs.append(total + folded[depth])
-    return costs
+def _readable_depth(root: Item, facts: Facts, deepest: int) -> int:
+    """Return the greatest depth, at least 1, at which a person can read all boxes."""
+    depth = 1
+    while depth < deepest and _boxes(_opened(root, depth + 1), facts) <= _MOST_BOXES:
+        depth += 1
+    return depth
 
 
 def _opened(root: Item, depth: int) -> Item:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,7 @@ import torch
 from ...advice import Advice, advise
 from ...places import label_of
 from ...policy import MIN_BYTES
-from ...units import format_bytes, parse_bytes
+from ...units import format_bytes
 from .save import ADDED, Found, Save, SavedStorage
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
 
 _WINDOW_BYTES = 128 << 20  # of Stash(inflight=...)
 _WORTH_BYTES = 16 << 20
+_UNITS = {"GiB": 1 << 30, "MiB": 1 << 20}
 _SHARES = (("everything", 1.0), ("half", 0.5), ("a tenth", 0.1), ("nothing", 0.0))
 _HELD = ("keep", "packed", "recomputed", "host", "disk")  # places of a stash
 PLACE = "/path/on/a/fast/disk"
@@ -55,41 +56,33 @@ class Budget:
 def budgets(found: Found, disk: str = PLACE) -> tuple[Budget, ...]:
     """Return what would be moved and held if everything, half, a tenth or nothing of what can move were
     kept."""
-    movable, peak = _movable_peak_bytes(found.lives), peak_bytes(found.lives)
-    devices = _movable_devices(found.lives)
+    movable, peak = peak_bytes(found.lives, _can_move), peak_bytes(found.lives)
+    moving = (stored for stored, _ in _changes(found.lives) if _can_move(stored))
+    devices = {stored.device.type for stored in moving}
     rows = []
     for name, share in _SHARES:
-        keep = _rounded(int(movable * share)) if share < 1 else movable
-        would = _replay(found.lives, keep)
-        on_the_way = min(would.moved_bytes, _WINDOW_BYTES)
-        memory = min(peak, would.memory_peak_bytes + on_the_way)
-        code = _line(keep, disk, devices) if share < 1 else ""
-        rows.append(Budget(name, keep, would.moved_bytes, memory, code))
+        keep, size = _rounded(int(movable * share)) if share < 1 else (movable, "")
+        moved, held = _replay(found.lives, keep)
+        memory = min(peak, held + min(moved, _WINDOW_BYTES))
+        code = _line(size if keep else "", disk, devices) if share < 1 else ""
+        rows.append(Budget(name, keep, moved, memory, code))
     return tuple(rows)
 
 
-def _rounded(nbytes: int) -> int:
-    """Return ``nbytes`` rounded up to two digits of its unit: whole KiB, MiB or GiB, or tens or hundreds of
-    them."""
-    for unit in (1 << 30, 1 << 20, 1 << 10):
-        if nbytes >= 10 * unit:
-            step = (
-                unit if nbytes <= 100 * unit else 10 * unit if nbytes <= 1000 * unit else 100 * unit
-            )
-            return -(-nbytes // step) * step
-    return -(-nbytes // 1024) * 1024
+def _rounded(nbytes: int) -> tuple[int, str]:
+    """Return ``nbytes`` rounded up to two digits of its unit, and as an argument of ``Stash``."""
+    fitting = (each for each in _UNITS.items() if nbytes >= 10 * each[1])
+    unit, factor = next(fitting, ("KiB", 1 << 10))
+    count = -(-nbytes // factor)
+    step = 10 ** max(0, len(str(count)) - 2)
+    count = -(-count // step) * step
+    return count * factor, f'"{count}{unit}"'
 
 
-def _text(nbytes: int) -> str:
-    """Return a rounded size as an argument of ``Stash``."""
-    unit = next(name for name in ("GiB", "MiB", "KiB") if nbytes % parse_bytes(f"1{name}") == 0)
-    return f'"{nbytes // parse_bytes(f"1{unit}")}{unit}"'
-
-
-def _line(keep: int, disk: str, devices: frozenset[str]) -> str:
+def _line(keep: str, disk: str, devices: set[str]) -> str:
     arguments = []
     if keep:
-        arguments.append(f"keep={_text(keep)}")
+        arguments.append(f"keep={keep}")
     if devices - {"cpu"}:
         arguments.append('host="auto"')  # an accelerator's tensors move to host memory first
     if "cpu" in devices or not devices:
@@ -111,17 +104,16 @@ def advice_of(found: Found) -> tuple[Advice, ...]:
     }
     if movable < _WORTH_BYTES:
         return advise("saved", facts)
-    moving = [facts | _facts_of(rows[name]) for name in ("nothing", "half")]
-    return tuple(piece for each in moving for piece in advise("saved", each))
-
-
-def _facts_of(row: Budget) -> dict[str, str]:
-    return {
-        "code": row.code,
-        "memory": format_bytes(row.memory_bytes),
-        "moved": format_bytes(row.moved_bytes),
-        "window": format_bytes(min(row.moved_bytes, _WINDOW_BYTES)),
-    }
+    found_advice: list[Advice] = []
+    for row in (rows["nothing"], rows["half"]):
+        facts |= {
+            "code": row.code,
+            "memory": format_bytes(row.memory_bytes),
+            "moved": format_bytes(row.moved_bytes),
+            "window": format_bytes(min(row.moved_bytes, _WINDOW_BYTES)),
+        }
+        found_advice += advise("saved", facts)
+    return tuple(found_advice)
 
 
 def _places(found: Found) -> str:
@@ -131,16 +123,6 @@ def _places(found: Found) -> str:
         if save.unique_bytes and save.where in _HELD:
             held[save.where] = held.get(save.where, 0) + save.unique_bytes
     return ", ".join(f"{format_bytes(held[key])} {label_of(key)}" for key in _HELD if key in held)
-
-
-@dataclass(frozen=True, slots=True)
-class _Replay:
-    """The result of a replay for one budget."""
-
-    moved_bytes: int
-    """Bytes that would have been evicted."""
-    memory_peak_bytes: int
-    """The most bytes of saved tensors in memory at the same time, without those still being written."""
 
 
 def _changes(lives: _Lives) -> Iterator[tuple[SavedStorage, bool]]:
@@ -156,12 +138,18 @@ def _changes(lives: _Lives) -> Iterator[tuple[SavedStorage, bool]]:
                 yield stored, begins
 
 
-def peak_bytes(lives: _Lives) -> int:
-    """Return the most bytes of storages held at the same time, without those of parameters and buffers."""
+def peak_bytes(lives: _Lives, counts: Callable[[SavedStorage], bool] = lambda _: True) -> int:
+    """Return the most bytes of storages held at the same time, without those of parameters and buffers.
+
+    Args:
+        lives: when each save began and ended, in order.
+        counts: whether a storage counts. Default: all count.
+    """
     held = peak = 0
     for stored, begins in _changes(lives):
-        held += stored.nbytes if begins else -stored.nbytes
-        peak = max(peak, held)
+        if counts(stored):
+            held += stored.nbytes if begins else -stored.nbytes
+            peak = max(peak, held)
     return peak
 
 
@@ -176,20 +164,11 @@ def _can_move(stored: SavedStorage) -> bool:
     )
 
 
-def _movable_peak_bytes(lives: _Lives) -> int:
-    """Return the most bytes held at the same time that a stash would move."""
-    held = peak = 0
-    for stored, begins in _changes(lives):
-        if _can_move(stored):
-            held += stored.nbytes if begins else -stored.nbytes
-            peak = max(peak, held)
-    return peak
-
-
-def _replay(lives: _Lives, keep_bytes: int) -> _Replay:
+def _replay(lives: _Lives, keep_bytes: int) -> tuple[int, int]:
     """Keep the newest ``keep_bytes`` on each device of what can move, as ``Stash(keep=...)`` does.
 
-    An input is moved too, but stays in memory, because the program holds it.
+    Return the bytes that would be evicted, and the most bytes of saved tensors in memory at the same time,
+    without those still being written. An input is moved too, but stays in memory, because the program holds it.
     """
     kept: dict[torch.device, OrderedDict[SavedStorage, None]] = {}
     in_place: Counter[torch.device] = Counter()
@@ -213,9 +192,4 @@ def _replay(lives: _Lives, keep_bytes: int) -> _Replay:
         elif stored.kind == "input":
             others -= stored.nbytes
         peak = max(peak, in_place.total() + others)
-    return _Replay(moved, peak)
-
-
-def _movable_devices(lives: _Lives) -> frozenset[str]:
-    """Return the types of the devices with a storage that a stash would move."""
-    return frozenset(stored.device.type for stored, _ in _changes(lives) if _can_move(stored))
+    return moved, peak

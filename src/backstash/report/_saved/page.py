@@ -6,14 +6,14 @@ from dataclasses import asdict
 from typing import Any
 
 from ...units import format_bytes
-from .rows import Row, SavedTensorRow
-from .summary import Details, SavedSummary
+from .figures import SavedFigures
+from .rows import SavedTensorRow
 from .text import where_of
 
 __all__ = ["as_page", "as_values"]
 
 
-def as_values(report: SavedSummary, details: Details) -> dict[str, Any]:
+def as_values(report: SavedFigures) -> dict[str, Any]:
     """Return the whole report as dicts, lists, numbers and strings."""
     return {
         "what": "backstash saved report",
@@ -22,21 +22,16 @@ def as_values(report: SavedSummary, details: Details) -> dict[str, Any]:
         "peak_bytes": report.peak_bytes,
         "activation_bytes": report.activation_bytes,
         "recomputed_bytes": report.recomputed_bytes,
-        "rows": [_row(row) for row in report.rows],
-        "by_op": [_row(row) for row in details.by_op],
-        "by_dtype": [_row(row) for row in details.by_dtype],
-        "by_kind": [_row(row) for row in report.by_kind],
+        "rows": [asdict(row) for row in report.rows],
+        "by_op": [asdict(row) for row in report.by_op()],
+        "by_dtype": [asdict(row) for row in report.by_dtype()],
+        "by_kind": [asdict(row) for row in report.by_kind()],
         "waste": [asdict(each) for each in report.waste],
         "advice": [asdict(each) for each in report.advice],
-        "budgets": [asdict(each) for each in details.budgets],
+        "budgets": [asdict(each) for each in report.budgets()],
         "notes": list(report.notes),
-        "tensors": [_tensor(each) for each in details.tensors],
+        "tensors": [_tensor(each) for each in report.tensors],
     }
-
-
-def _row(row: Row) -> dict[str, Any]:
-    names = ("name", "calls", "saves", "saved_bytes", "unique_bytes", "share", "recomputed_bytes")
-    return {name: getattr(row, name) for name in names} | {"where": dict(row.where)}
 
 
 def _tensor(row: SavedTensorRow) -> dict[str, Any]:
@@ -48,7 +43,7 @@ def _tensor(row: SavedTensorRow) -> dict[str, Any]:
     }
 
 
-def as_page(report: SavedSummary, title: str) -> dict[str, Any]:
+def as_page(report: SavedFigures, title: str) -> dict[str, Any]:
     """Return the report as the mapping that :func:`~backstash.report.render_page` takes."""
     return {
         "title": title,
@@ -89,7 +84,7 @@ def _waste_note(each: Any) -> str:
     return f"{sizes}, exactly: {each.what} ({each.tensors} in {each.name or 'no module'})."
 
 
-def _facts(report: SavedSummary) -> list[dict[str, Any]]:
+def _facts(report: SavedFigures) -> list[dict[str, Any]]:
     facts = [
         ("Held for backward", report.unique_bytes, "each storage once, parameters not"),
         (

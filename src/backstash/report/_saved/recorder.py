@@ -147,7 +147,8 @@ class SaveRecorder:
         self._local.is_packing = True
         try:
             value = HeldVersion(tensor) if pack is None else pack(tensor)
-            save = self._save(tensor, pack, sys._getframe(1))
+            with without_function_modes():  # a function mode must see only the program's operations
+                save = self._save(tensor, pack, sys._getframe(1))
             if save is None or not save.is_saved:
                 return RecordedPack(value, unpack, save)
             packed = RecordedPack(value, unpack, save, self.found.lives)
@@ -163,17 +164,13 @@ class SaveRecorder:
             self._local.is_packing = False
 
     def _save(self, tensor: Tensor, pack: Pack | None, frame: FrameType) -> Save | None:
-        with without_function_modes():  # a function mode must see only the program's operations
-            return self._described(tensor, pack, frame)
-
-    def _described(self, tensor: Tensor, pack: Pack | None, frame: FrameType) -> Save | None:
         if in_backward() and is_recomputing(frame):
             return None
         module, boundary = self._calls.running(frame)
         stored, nbytes = self._storages.of(tensor)
         save = Save(tensor, module, nbytes if stored else _nbytes_of(tensor))
         if _module_of(pack) == CHECKPOINT_MODULE:
-            save.where, save.is_dropped = RECOMPUTED, True
+            save.where, save.is_saved = RECOMPUTED, False
             self.found.is_selective |= is_caching()
         elif boundary:
             save.boundary, save.op = boundary, "checkpoint"
@@ -238,10 +235,11 @@ def _name_of(pack: Any) -> str:
 class _FrameMark:
     """The mark of a running call on its frame. It is callable, and does nothing, in case tracing begins."""
 
-    __slots__ = ("prefixes",)
+    __slots__ = ("calls",)
 
     def __init__(self) -> None:
-        self.prefixes: dict[int, tuple[str, nn.Module]] = {}  # by the serial of a _Calls
+        # The path, and the running modules down to this one, by the serial of a _Calls.
+        self.calls: dict[int, tuple[str, list[nn.Module]]] = {}
 
     def __call__(self, frame: FrameType, event: str, argument: object) -> None:
         return None
@@ -273,7 +271,6 @@ class _Calls:
         self._model = model
         self._roots: dict[int, str] = {}
         self._kinds = Counter([type(model).__name__] if model is not None else ())
-        self._below: dict[tuple[int, int], str] = {}
         self._modules: dict[int, nn.Module] = {}  # held, so that their ids are not reused
         self._encountered, self._given = encountered, given
         self.found = found
@@ -282,52 +279,47 @@ class _Calls:
         """Return (the path of the innermost running module, the kind of checkpoint that makes the save or
         ``""``)."""
         new: list[FrameType] = []
-        found: tuple[str, nn.Module] | None = None
+        path, modules = "", list[nn.Module]()
         boundary = checkpoint_that_saves(frame)
         while frame is not None:
             if frame.f_code is CALL_CODE:
                 mark: Any = frame.f_trace
-                if type(mark) is _FrameMark and self._serial in mark.prefixes:
-                    found = mark.prefixes[self._serial]
+                if type(mark) is _FrameMark and self._serial in mark.calls:
+                    path, modules = mark.calls[self._serial]
                     break
                 new.append(frame)
             frame = frame.f_back
         for each in reversed(new):
-            found = self._begin(each, found)
-        return (self._shown(*found) if found is not None else "", boundary)
+            path, modules = self._begin(each, modules)
+        return path, boundary
 
-    def _begin(
-        self, frame: FrameType, above: tuple[str, nn.Module] | None
-    ) -> tuple[str, nn.Module]:
+    def _begin(self, frame: FrameType, above: list[nn.Module]) -> tuple[str, list[nn.Module]]:
         local = frame.f_locals
         module = local["self"]
         if id(module) not in self._names and id(module) not in self._modules:
             self._modules[id(module)] = module
             self._encountered(module)
-        if above is None:
+        if not above:
             self._given(tree_leaves((local.get("args"), local.get("kwargs"))))
-        found = self._prefix(module, above), module
+        modules = [*above, module]
+        path = self._path(modules)
         mark: Any = frame.f_trace
         if mark is None:
             frame.f_trace = mark = _FrameMark()
         if type(mark) is _FrameMark:
-            mark.prefixes[self._serial] = found
-            self.found.calls[self._shown(*found)] += 1
+            mark.calls[self._serial] = path, modules
+            self.found.calls[path] += 1
         else:
             self.found.has_calls = False
-        return found
+        return path, modules
 
-    def _prefix(self, module: nn.Module, above: tuple[str, nn.Module] | None) -> str:
-        name = self._names.get(id(module))
-        if name is not None:
-            return name
-        if above is None:
-            return self._root(module)
-        key = id(above[1]), id(module)
-        name = self._below.get(key)
-        if name is None:
-            name = self._below[key] = module_path([above[1], module])
-        return f"{above[0]}.{name}" if above[0] else name
+    def _path(self, modules: list[nn.Module]) -> str:
+        """Return the path of the last module, from the innermost one that has a name, or from the outermost."""
+        named = [at for at, module in enumerate(modules) if id(module) in self._names]
+        begin = named[-1] if named else 0
+        start = self._names[id(modules[begin])] if named else self._root(modules[0])
+        below = module_path(modules[begin:]) if begin + 1 < len(modules) else ""
+        return ".".join(filter(None, (start, below))) or f"({type(modules[-1]).__name__})"
 
     def _root(self, module: nn.Module) -> str:
         """Return the start of paths below an outermost module: ``""`` for the first one, the class for
@@ -341,13 +333,8 @@ class _Calls:
             known = self._roots[id(module)] = "" if first else f"({kind}{number})"
         return known
 
-    @staticmethod
-    def _shown(prefix: str, module: nn.Module) -> str:
-        return prefix or f"({type(module).__name__})"
-
     def end(self) -> None:
         """Drop the references to modules."""
         self._modules.clear()
         self._names.clear()
-        self._below.clear()
         self._model = None

@@ -118,19 +118,9 @@ def _row(name: str, group: list[Save], total: int, calls: Mapping[str, int] | No
 
 def describe(save: Save) -> SavedTensorRow:
     """Return one save as a row of its own."""
-    return SavedTensorRow(
-        save.module,
-        save.op,
-        save.name,
-        save.kind,
-        save.shape,
-        save.dtype,
-        save.device,
-        save.nbytes,
-        save.unique_bytes,
-        tuple(each.index for each in save.stored),
-        save.where,
-    )
+    same = (name for name in SavedTensorRow.__slots__ if name != "storages")
+    fields = {name: getattr(save, name) for name in same}
+    return SavedTensorRow(storages=tuple(each.index for each in save.stored), **fields)
 
 
 def pattern(module: str) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..._torch.engine import current_node
 from ..._torch.node_saves import look
 from ..._torch.storages import storage_identity
-from ..._torch.tensors import is_view, parts_of
+from ..._torch.tensors import parts_of
 from ..._torch.trees import tree_leaves
 
 __all__ = [
@@ -59,8 +59,7 @@ class Save:
         "device",
         "dtype",
         "held",
-        "is_dropped",
-        "is_view",
+        "is_saved",
         "module",
         "name",
         "nbytes",
@@ -78,11 +77,10 @@ class Save:
         self.shape = None if tensor.is_nested else tuple(tensor.shape)
         self.dtype = tensor.dtype
         self.device = tensor.device
-        self.is_view = is_view(tensor)
         self.nbytes = nbytes
         self.stored: tuple[SavedStorage, ...] = ()
         self.where = "in place"
-        self.is_dropped = False  # by a checkpoint
+        self.is_saved = True  # False if a checkpoint discarded it and will recompute it
         # "checkpoint" or "reentrant checkpoint" for a tensor that one saved as the start of a recomputation.
         self.boundary = ""
         # A description of the values, and the bytes that would hold them.
@@ -110,11 +108,6 @@ class Save:
         """The kind of its storage; ``"view"`` for an activation's storage that was saved before."""
         kind = self.stored[0].kind if self.stored else "activation"
         return "view" if kind == "activation" and self.stored and not self.first else kind
-
-    @property
-    def is_saved(self) -> bool:
-        """Whether something is held for it; False if a checkpoint discarded it and will recompute it."""
-        return not self.is_dropped
 
     @property
     def unique_bytes(self) -> int:

@@ -7,8 +7,8 @@ from typing import Any
 from ..._text import clean
 from ...places import label_of
 from ...units import format_bytes
+from .figures import SavedFigures
 from .rows import Row
-from .summary import SavedSummary
 from .waste import PART, Waste
 
 __all__ = ["as_rich", "as_text", "where_of"]
@@ -26,8 +26,8 @@ _KINDS = (
 _NO_MODULE = "(outside any module)"
 
 
-def as_text(report: SavedSummary) -> str:
-    """Return the whole report, without a newline at the end."""
+def as_text(report: SavedFigures, *, advice: bool) -> str:
+    """Return the whole report, with or without advice, and without a newline at the end."""
     rows, rest = _shown_rows(report)
     body = [_cells(row) for row in rows]
     if rest:
@@ -36,13 +36,15 @@ def as_text(report: SavedSummary) -> str:
     widths = [max(map(len, column)) for column in zip(_HEAD, *body, total, strict=True)]
     rule = "  ".join("-" * width for width in widths)
     table = [_line(_HEAD, widths), rule, *(_line(cells, widths) for cells in body), rule]
-    return "\n".join([*_headline(report), "", *table, _line(total, widths), *_below(report)])
+    return "\n".join(
+        [*_headline(report), "", *table, _line(total, widths), *_below(report, advice)]
+    )
 
 
-def _headline(report: SavedSummary) -> list[str]:
+def _headline(report: SavedFigures) -> list[str]:
     """Return the totals, in two lines."""
     size = format_bytes
-    kinds = {row.name: row for row in report.by_kind}
+    kinds = {row.name: row for row in report.by_kind()}
     parts = [
         f"{size(kinds[kind].saved_bytes)} {words}"
         for kind, words in _KINDS
@@ -56,11 +58,11 @@ def _headline(report: SavedSummary) -> list[str]:
     return [first, f"{second}: {', '.join(parts)}" if parts else second]
 
 
-def _shown_rows(report: SavedSummary) -> tuple[tuple[Row, ...], str]:
+def _shown_rows(report: SavedFigures) -> tuple[tuple[Row, ...], str]:
     """Return the rows to print, folded if there are many, and a line on those left out."""
     rows = report.rows
     if len(rows) > _MOST_ROWS:
-        rows = report.folded_rows
+        rows = report.folded_rows()
     rest = rows[_MOST_ROWS:]
     unique = sum(row.unique_bytes for row in rest)
     words = f"... {len(rest)} more with {format_bytes(unique)} in all" if rest else ""
@@ -94,7 +96,7 @@ def where_of(row: Row) -> str:
     return ", ".join(words)
 
 
-def _total(report: SavedSummary) -> tuple[str, ...]:
+def _total(report: SavedFigures) -> tuple[str, ...]:
     saved, unique = format_bytes(report.total_bytes), format_bytes(report.unique_bytes)
     return "total", "", saved, unique, "100.0%" if report.unique_bytes else "", ""
 
@@ -107,18 +109,19 @@ def _line(cells: tuple[str, ...], widths: list[int]) -> str:
     return "  ".join([name, *numbers, where]).rstrip()
 
 
-def _below(report: SavedSummary) -> list[str]:
+def _below(report: SavedFigures, with_advice: bool) -> list[str]:
+    waste, advice = report.waste, report.advice if with_advice else ()
     lines: list[str] = []
-    if report.waste:
+    if waste:
         lines += ["", "could be smaller, exactly:"]
-        lines += [f"  {line}" for line in _waste_lines(report.waste)]
-        packable = [each for each in report.waste if each.what != PART]
+        lines += [f"  {line}" for line in _waste_lines(waste)]
+        packable = [each for each in waste if each.what != PART]
         if packable:
             gain = sum(each.nbytes - each.could_be_bytes for each in packable)
             lines.append(f'  Stash(policy=lambda saved: Action("pack")): {format_bytes(gain)} less')
-    if report.advice:
+    if advice:
         lines += ["", "advice:"]
-    for each in report.advice:
+    for each in advice:
         lines += [f"  {each.code}", f"      {each.text}"] if each.code else [f"  {each.text}"]
     if report.notes:
         lines += ["", *(f"note: {note}" for note in report.notes)]
@@ -144,7 +147,7 @@ def _waste_lines(waste: tuple[Waste, ...]) -> list[str]:
     return lines
 
 
-def as_rich(report: SavedSummary) -> Any:
+def as_rich(report: SavedFigures, *, advice: bool) -> Any:
     """Return the whole report as an object that rich prints."""
     from rich.console import Group
     from rich.table import Table
@@ -165,7 +168,7 @@ def as_rich(report: SavedSummary) -> Any:
         table.add_row(Text(rest), style="dim")
     first, *others = _headline(report)
     head = [Text(first, style="bold"), *(Text(line) for line in others), Text("")]
-    return Group(*head, table, *(_rich_line(line) for line in _below(report)))
+    return Group(*head, table, *(_rich_line(line) for line in _below(report, advice)))
 
 
 def _rich_line(line: str) -> Any:
