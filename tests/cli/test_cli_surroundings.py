@@ -535,7 +535,10 @@ time.sleep(60)
     ("arguments", "words"),
     [
         (["."], "'.' is a directory without a __main__.py; allowed: a Python file, or -m MODULE"),
-        (["python", "x.py"], "no script 'python'; allowed: a Python file, or -m MODULE"),
+        (
+            ["python", "x.py"],
+            "leave out 'python': the script runs in the Python that runs backstash",
+        ),
         (["torchrun", "x.py"], "(`torchrun ... -m backstash run ... SCRIPT`)"),
     ],
 )

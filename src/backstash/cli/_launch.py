@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -76,6 +77,10 @@ def check(parser: Parser, script: Script) -> None:
     if script.is_module:
         return
     allowed = "allowed: a Python file, or -m MODULE"
+    if re.fullmatch(r"python[\d.]*", os.path.basename(target)):
+        parser.error(
+            f"leave out {target!r}: the script runs in the Python that runs backstash; {allowed}"
+        )
     if not os.path.exists(target):
         launcher = f"a launcher goes in front (`torchrun ... -m {parser.prog} ... SCRIPT`)"
         parser.error(f"no script {target!r}; {allowed}; {launcher}")
