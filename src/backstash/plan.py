@@ -237,12 +237,10 @@ class Plan:
         """
         try:
             with open(path, encoding="utf-8") as file:
-                text = file.read()
+                return cls.from_dict(json.load(file))
         except OSError as error:
             raise UsageError(f"{_no_plan(path)} ({error.strerror})") from error
-        try:
-            return cls.from_dict(json.loads(text))
-        except ValueError:
+        except ValueError:  # also bytes that are no text
             raise UsageError(_no_plan(path)) from None
 
     @classmethod
@@ -283,7 +281,9 @@ class Plan:
                 if name not in ("format", "classes", "regions", *figures)
             }
             numbers = [
-                value for name, value in rest.items() if name in _NUMBERS and value is not None
+                value
+                for name, value in rest.items()
+                if name in _NUMBERS and not (value is None and name in _OPTIONAL)
             ]
             if rest["state"] not in _STATES or any(type(n) is not int or n < 0 for n in numbers):
                 raise UsageError(_no_plan("this"))
@@ -304,8 +304,10 @@ class Plan:
         numbers: list[Any] = [each.seconds for each in held] + [each.nbytes for each in held]
         for known in filter(None, figures):
             numbers += [known.peak_bytes, known.step_seconds]
-        if any(type(each) not in (int, float) or not math.isfinite(each) for each in numbers):
-            raise ValueError("a time or a size is not a number")
+        if any(type(each) not in (int, float) or not 0 <= each < math.inf for each in numbers):
+            raise ValueError("a time or a size is not a number, or negative")
+        if type(self.device) is not str:
+            raise ValueError("the device is not text")
         if any(type(each.name) is not str or type(each.reason) is not str for each in held):
             raise ValueError("a name or a reason is not text")
         for each in self.classes:
@@ -375,6 +377,7 @@ _NUMBERS = (
     "resident_bytes",
     "left_after",
 )
+_OPTIONAL = ("smallest_budget_bytes", "left_after")
 
 
 def _took(seconds: float) -> str:

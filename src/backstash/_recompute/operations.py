@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .._device.fingerprint import fingerprint
-from .._saved.view import extent_bytes, reason_to_stay, snapshot
+from .._saved.view import dense, extent_bytes, raw_alias, reason_to_stay, snapshot
 from .._torch.schemas import tensors_of
 from .._torch.tensors import alive
 from ..errors import InplaceError
@@ -383,14 +383,13 @@ def fingerprint_of(tensor: Tensor) -> Any:
     """Return a fingerprint of data from the program: a CPU tensor that requires no gradient."""
     if type(tensor) is not Tensor or tensor.requires_grad or tensor.device.type != "cpu":
         return None
-    return (
-        None if reason_to_stay(tensor) else fingerprint(tensor.untyped_storage(), *_extent(tensor))
-    )
-
-
-def _extent(tensor: Tensor) -> tuple[int, int]:
+    if reason_to_stay(tensor):
+        return None
     low, high = extent_bytes(tensor)
-    return low, high - low
+    if high - low == tensor.nbytes:
+        return fingerprint(tensor.untyped_storage(), low, tensor.nbytes)
+    # The program may write between the elements.
+    return fingerprint(dense(raw_alias(tensor)).untyped_storage())
 
 
 def copied(tensor: Tensor) -> tuple[Tensor, int]:
