@@ -721,7 +721,7 @@ def test_what_plain_pytorch_does_not_save_may_change_before_backward(memory, tmp
         assert same(changed(stash, number), true)
         _ = stash.plan
     found = {each.index for each in stash.plan.trace.regions}
-    assert found >= {1, 2, 4, 5, 6, 7} and 3 not in found
+    assert found >= {1, 2, 3, 4, 5, 6, 7}  # in the third from the sum on, which is held
     assert any("does not save" in reason for reason in stash.stats().left)
     stash.close()
 

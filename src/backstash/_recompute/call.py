@@ -92,8 +92,6 @@ class Call:
         self._discarded = 0
         self._discarded_bytes = 0
         self._counted: set[tuple[int, Place]] = set()  # states and places in _discarded_bytes
-        # The storages that were saved, with versions. Who names a module promises not to change what it reads.
-        self._saved: set[tuple[int, int]] | None = set() if region.is_found else None
         self._unknown: list[tuple[Held, Tensor, int]] = []  # yet to be compared: with their memory
         self._traced: list[
             tuple[int, Held]
@@ -108,6 +106,8 @@ class Call:
         follows = not self._keeps and not region.session.event_log.on
         stays = planned.stays if planned is not None else frozenset()
         self.tape: ForwardTape | None = ForwardTape(region.routes if follows else None, stays)
+        # Who names a module promises not to change what it reads.
+        self.tape.reads_unsaved = not region.is_found
         self._thread_state = thread_state
         self._outer: Tape | None = None  # the context's tape, which this one replaces meanwhile
         self._is_paused = False  # whether the tape is popped until the end of this hook
@@ -129,13 +129,10 @@ class Call:
         """Pack a tensor that autograd saves while the module runs."""
         tape, thread_state = self.tape, self._thread_state
         assert tape is not None
-        if self._saved is not None:
-            try:
-                identity = storage_identity(tensor.untyped_storage())
-            except (NotImplementedError, RuntimeError):  # see storage_of()
-                pass
-            else:
-                self._saved.add((identity, tensor._version))
+        try:
+            tape.saved.add((storage_identity(tensor.untyped_storage()), tensor._version))
+        except (NotImplementedError, RuntimeError):  # see storage_of()
+            pass
         was_recording, tape.is_recording = tape.is_recording, False
         try:
             # What is discarded does not reach the stash's hook, which otherwise does this.
@@ -229,7 +226,7 @@ class Call:
         self, discard: Discard, tensor: Tensor, tape: ForwardTape, held: Held | None = None
     ) -> object:
         """Discard a tensor as the route says. ``held``: what autograd holds for it already."""
-        needs = tape.hold_for(discard, self._hold_operand, self._saved)
+        needs = tape.hold_for(discard, self._hold_operand)
         if isinstance(needs, str):
             return self._refuse(tensor, needs)
         state = discard.state
@@ -270,7 +267,7 @@ class Call:
         """Hold a tensor of a forward that is only recorded."""
         tape = self.tape
         assert tape is not None
-        reason = tape.want(held.state, self._hold_operand, self._saved)
+        reason = tape.want(held.state, self._hold_operand)
         if reason:
             return self._refuse(tensor, reason)
         packed = planned.pack(number, tensor, self._pack)
@@ -286,7 +283,10 @@ class Call:
         if reason != UNSEEN:  # which is usually an input of the module
             self.region.count(reason, tensor.nbytes)
         packs = self._may_pack(tensor, is_random=reason.endswith(RANDOM))
-        return self._pack_own(tensor, self._pack_smaller if packs else self._pack)
+        packed = self._pack_own(tensor, self._pack_smaller if packs else self._pack)
+        if self.tape is not None:
+            self.tape.take_as_given(tensor)  # what is computed from it needs no more than it
+        return packed
 
     def _pack_own(self, tensor: Tensor, pack: Callable[[Tensor], object] | None = None) -> object:
         """Hold a tensor that no replay computes."""
@@ -340,7 +340,7 @@ class Call:
         reason = region.refused.get(state.key, "")
         if reason:
             return reason
-        reason = tape.want(state, self._hold_operand, self._saved)
+        reason = tape.want(state, self._hold_operand)
         if reason:
             return reason
         held.needs = tape.needs_of(state)
@@ -449,8 +449,6 @@ class Call:
         tape.end()
         region.discards = self._discarded
         self._counted.clear()
-        if self._saved is not None:
-            self._saved.clear()
         region.admission.discarded_bytes += self._discarded_bytes
 
     def _compare(

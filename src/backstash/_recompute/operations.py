@@ -22,6 +22,7 @@ from ..errors import InplaceError
 from .settings import Settings
 
 __all__ = [
+    "MOST_COPIED_BYTES",
     "Made",
     "Memory",
     "Needs",
@@ -43,12 +44,13 @@ __all__ = [
     "place_of",
     "root_of",
     "unpacked",
+    "version_of",
 ]
 
 Place = tuple[Any, ...]
 """A tensor's place in its memory: dtype, shape, stride, offset, and its conj and neg bits."""
 
-_MOST_COPIED_BYTES = 64 << 10
+MOST_COPIED_BYTES = 64 << 10
 
 
 class Ints(list[int]):
@@ -376,7 +378,7 @@ def is_small(tensor: Tensor, *, also_trained: bool = False) -> bool:
     is_plain = type(tensor) in (Tensor, torch.nn.Parameter)
     if not is_plain or (tensor.requires_grad and not also_trained) or reason_to_stay(tensor):
         return False
-    return tensor.nbytes <= _MOST_COPIED_BYTES
+    return tensor.nbytes <= MOST_COPIED_BYTES
 
 
 def fingerprint_of(tensor: Tensor) -> Any:

@@ -16,7 +16,7 @@ the saves are counted and not the operations.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -507,11 +507,10 @@ class ForwardTape(Tape):  # type: ignore[no-untyped-call]
         self,
         discard: Discard,
         pack: Callable[[Tensor, bool], object],
-        saved: Set[tuple[int, int]] | None,
     ) -> Needs | str:
         """Hold what a replay of ``discard`` needs, after :meth:`is_as`. Return it, or why that fails."""
         needed, held, known = discard.needed, self._held, self._needs
-        if needed and (reason := self.hold(needed, pack, saved)):
+        if needed and (reason := self.hold(needed, pack)):
             return reason
         own: dict[Outside, list[Any]] = {}
         before: list[Needs] = []

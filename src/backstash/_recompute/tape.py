@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, MutableMapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, MutableMapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -58,6 +58,7 @@ from .._torch.storages import storage_identity
 from ..errors import UsageError
 from .declared import is_declared
 from .operations import (
+    MOST_COPIED_BYTES,
     Ints,
     Made,
     Memory,
@@ -77,6 +78,7 @@ from .operations import (
     place_of,
     root_of,
     unpacked,
+    version_of,
 )
 from .settings import Settings, now
 
@@ -90,6 +92,7 @@ __all__ = [
 ]
 
 _UNSAVED = "it depends on a tensor that PyTorch does not save and that programs may change"
+_RANDOM = "it depends on random numbers that PyTorch does not save, of the same size or more"
 _CHANGED = "its input was changed in place"
 _INFERENCE = "it depends on a tensor made in inference mode, whose changes PyTorch does not count"
 UNSEEN = "the operation that computed it was not recorded"
@@ -127,6 +130,11 @@ class Tape(SilentMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._memories = dict[int, Memory]()
         self._sweep_at = _LEAST_SWEPT
+        self.saved: set[tuple[int, int]] = set()
+        """The storages, with versions, that autograd saved in a forward: the stash holds them anyway. If the
+        program changes one before backward, plain PyTorch raises an error, too."""
+        self.reads_unsaved = True
+        """Whether a replay may read others without a copy."""
         self.tensors: dict[Outside, Tensor] = {}
         """A forward's operands, while the tape records and their memory is not overwritten."""
         self._held: dict[Outside, list[Any]] = {}  # those that are held: see Needs
@@ -183,7 +191,7 @@ class Tape(SilentMode):
         """Stop recording as :meth:`end` does, without raising."""
         self.is_recording = False
         self.recorded = None
-        for each in (self.tensors, self._held, self._needs, self._memories):
+        for each in (self.saved, self.tensors, self._held, self._needs, self._memories):
             each.clear()
         self.may_follow, self.steps = False, None
 
@@ -599,11 +607,29 @@ class Tape(SilentMode):
         outside = self._outside_at(state, tensor)
         # Another forward that did the same may have the operand, too.
         if outside not in self._held:
+            if outside.is_random and outside not in self.tensors:
+                self._drop_unsaved()
             self.tensors.setdefault(outside, tensor)
         if self.steps is not None:
             self.outside_states[outside] = state
         op.before.append(outside)
         return outside
+
+    def _drop_unsaved(self) -> None:
+        """Refer no longer to random numbers that no operation saved, which the program may have freed."""
+        for each in [each for each in self.tensors if each.is_random]:
+            if not self._may_hold_random(self.tensors[each]):
+                del self.tensors[each]
+
+    def _may_hold_random(self, tensor: Tensor) -> bool:
+        """Whether to hold random numbers for a replay: if autograd saves them, that takes no memory. Otherwise
+        it takes as much as it frees, and it is better to hold what was computed from them."""
+        if tensor.nbytes <= MOST_COPIED_BYTES:
+            return True
+        which = storage_identity(tensor.untyped_storage())
+        version = version_of(tensor)
+        # An operation may save what it then fills.
+        return (which, version) in self.saved or (which, version - 1) in self.saved
 
     def _outside_at(self, state: State | None, tensor: Tensor) -> Outside:
         """Return the operand at the place of ``tensor`` in this state."""
@@ -652,19 +678,12 @@ class Tape(SilentMode):
             return None
         return memory.state if memory.shows(tensor) else None
 
-    def want(
-        self,
-        state: State,
-        pack: Callable[[Tensor, bool], object],
-        saved: Set[tuple[int, int]] | None = None,
-    ) -> str:
+    def want(self, state: State, pack: Callable[[Tensor, bool], object]) -> str:
         """Hold what a replay of ``state`` needs.
 
         Args:
             state: the state to be discarded.
             pack: hold a tensor in the stash; its second argument is whether the tensor holds random numbers.
-            saved: the storages, with versions, that a replay may read without a copy: if the program changes
-                them before backward, plain PyTorch raises an error, too. ``None``: it may read each.
 
         Returns:
             Why it cannot be discarded; ``""`` if it can.
@@ -673,7 +692,7 @@ class Tape(SilentMode):
             return state.reason
         new = self._latest = self._leading_to(state)
         needed = [each for op in new for each in op.before]
-        reason = self.hold(needed, pack, saved)
+        reason = self.hold(needed, pack)
         if not reason:
             before = [state.maker, *(each.state.maker for op in new for each in op.reads)]
             self.note_needs(new, needed, before)
@@ -706,29 +725,28 @@ class Tape(SilentMode):
         """Return what a replay of ``state`` needs, after :meth:`want`."""
         return self._needs[state.maker] if state.maker is not None else None
 
-    def hold(
-        self,
-        needed: Collection[Outside],
-        pack: Callable[[Tensor, bool], object],
-        saved: Set[tuple[int, int]] | None,
-    ) -> str:
+    def hold(self, needed: Collection[Outside], pack: Callable[[Tensor, bool], object]) -> str:
         """Hold these operands: see :meth:`want`."""
-        tensors, held = self.tensors, self._held
+        tensors, held, saved = self.tensors, self._held, self.saved
         copies: set[Outside] = set()
         for each in needed:
             if each in held:
                 continue
             tensor = tensors.get(each)
+            if tensor is None and each.is_random:
+                return _RANDOM
             if tensor is None or (each.kind[0] and self.state_of(tensor) is None):
                 return _CHANGED  # perhaps by another thread
             # The program may write a buffer before backward; that is no error if autograd did not save it.
             if each.is_random and not tensor.is_inference():
+                if not self._may_hold_random(tensor):
+                    return _RANDOM
                 continue
             if not tensor.requires_grad and is_small(tensor):
                 copies.add(each)
             elif tensor.is_inference():
                 return _INFERENCE
-            elif saved is not None and (
+            elif not self.reads_unsaved and (
                 (storage_identity(tensor.untyped_storage()), tensor._version) not in saved
             ):
                 if not is_small(tensor, also_trained=True):

@@ -1,0 +1,93 @@
+"""Random numbers that autograd does not save: to hold them for a replay would take more than it frees."""
+
+import weakref
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+
+from backstash import Stash
+
+ROWS, WIDTH = 512, 128
+
+
+class Noisy(nn.Module):
+    """Adds noise many times, and records how much of it is alive at once."""
+
+    def __init__(self, times=12):
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.times, self.storages, self.most = times, [], 0
+
+    def alive(self):
+        return sum(each() is not None for each in self.storages)
+
+    def forward(self, x):
+        self.storages, self.most = [], 0
+        for _ in range(self.times):
+            noise = torch.rand_like(x)
+            self.storages.append(weakref.ref(noise.untyped_storage()))
+            x = x + 0.1 * noise
+            del noise
+            self.most = max(self.most, self.alive())
+        return torch.sin(self.second(torch.tanh(self.first(x)))) * torch.cos(x)
+
+
+class Mixed(nn.Module):
+    """Multiplies by random numbers, which autograd saves."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x):
+        noise = torch.rand_like(x)
+        return torch.sin(torch.exp(x * self.scale * noise))
+
+
+def steps(net, context, times=4):
+    torch.manual_seed(1)
+    found = []
+    for _ in range(times):
+        x = torch.randn(ROWS, WIDTH, requires_grad=True)
+        net.zero_grad()
+        with context:
+            loss = net(x).sum()
+        alive = net.alive() if isinstance(net, Noisy) else 0
+        loss.backward()
+        found.append((loss.detach(), x.grad, *(each.grad.clone() for each in net.parameters())))
+        yield found[-1], alive
+
+
+def both(make, stash):
+    torch.manual_seed(0)
+    plain = [found for found, _ in steps(make(), nullcontext())]
+    torch.manual_seed(0)
+    net = make()
+    with stash.recompute(net):
+        for at, (found, alive) in enumerate(steps(net, stash)):
+            assert all(map(torch.equal, found, plain[at])), at
+            yield net, alive
+
+
+@pytest.mark.parametrize("verify", ["auto", "always"])
+def test_noise_that_nothing_saves_is_not_held(verify):
+    stash = Stash(min_bytes=0, verify=verify)
+    nbytes = ROWS * WIDTH * 4
+    for net, alive in both(Noisy, stash):
+        assert alive == 0
+        assert net.most <= 2
+    stats = stash.stats()
+    assert stats.recomputed_bytes >= 4 * nbytes  # what was computed from the last sum is discarded
+    assert any("random numbers that PyTorch does not save" in reason for reason in stats.left)
+    stash.close()
+
+
+def test_noise_that_autograd_saves_is_held_once():
+    stash = Stash(min_bytes=0)
+    for _ in both(Mixed, stash):
+        pass
+    assert not any("does not save" in reason for reason in stash.stats().left)
+    assert stash.stats().recomputed_bytes == 4 * ROWS * WIDTH * 4
+    stash.close()
