@@ -15,10 +15,13 @@ OTHER = 100 * MIB
 
 
 class CountedMemory:
-    """Makes stashes, with ``defaults``; the process has what they hold, and ``other()``."""
+    """Makes stashes, with ``defaults``; the process has what they hold, and ``other()``.
+
+    ``trim`` is called when a stash with a budget returns free memory to the system.
+    """
 
     def __init__(self, monkeypatch, **defaults):
-        self.peaks, self.other = [0], lambda: OTHER
+        self.peaks, self.other, self.trim = [0], lambda: OTHER, lambda: None
         self._most = 0  # that was ever held
         self._defaults = {"min_bytes": 0, **defaults}
         self._stashes = []
@@ -26,6 +29,8 @@ class CountedMemory:
         hooks = Admission.hook, Admission.hook_leaving
         monkeypatch.setattr(ProcessMeter, "now", lambda meter: self.now())
         monkeypatch.setattr("backstash._budget.meter._peak_bytes", lambda: self._most)
+        trim = backstash.stash._trim
+        monkeypatch.setattr(backstash.stash, "_trim", lambda of: (self.trim(), trim(of)))
         for hook in hooks:
             monkeypatch.setattr(Admission, hook.__name__, _method(self._counting, hook))
 
