@@ -19,6 +19,7 @@ import backstash._budget.follower
 import backstash._budget.planner
 from backstash import Action, Disk, Stash
 from backstash._budget.corrections import Corrections
+from backstash._budget.guard import MemoryGuard
 from backstash._budget.meter import ProcessMeter
 from backstash._budget.record import typical_costs
 from backstash._budget.solving import Solving
@@ -652,10 +653,13 @@ def test_free_memory_and_what_is_held_between_two_steps_are_no_reason_to_keep_le
     assert with_free.stash.plan.predicted == predicted and with_free.stash.plan.state == "planned"
 
 
-def test_what_an_operation_held_that_no_look_saw_is_planned_for(with_free, memory):
+def test_what_an_operation_held_that_no_look_saw_is_planned_for(with_free, memory, monkeypatch):
     """Where the process never held as much before: nothing is sampled under a plan that was measured."""
-    run, budget = with_free.run, with_free.budget
-    moved = run()
+    run, budget, used, note = with_free.run, with_free.budget, [], MemoryGuard.note_used
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryGuard, "note_used", lambda of, n: (used.append(n), note(of, n)))
+        moved = run()
+    assert used == [MIB] * len(used) and len(used) >= 8, "all that are blocks"
     with with_free.net[8].register_full_backward_pre_hook(
         lambda *_: memory.hold(budget + 4 * MIB)  # until it ends
     ):
