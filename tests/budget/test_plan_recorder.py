@@ -131,12 +131,13 @@ def test_a_step_that_saves_more_for_trials_is_like_one_whose_backward_uses_as_mu
 @pytest.mark.parametrize("left", [16, 4])
 def test_steps_that_were_left_alone_say_nothing_about_larger_ones(left):
     first, mib = FirstSteps(1), []
-    while (mode := first.next_mode(lambda: 1 << 40) if first.records else "all") is not None:
-        first.mode = mode
+    for number in range(12):
+        first.mode = mode = first.next_mode(lambda: 1 << 40) if number else "all"
         is_left = mode in ("left", "sampled")
         mib.append(left if is_left else 16)
         step = None if is_left else moving(seconds=1.0, nbytes=MIB, hook=0.1)
         first.add(step, 7.0 + len(mib), mib[-1], 300)
+    assert first.next_mode(lambda: 1 << 40) is None
     assert mib == [16] * 7 + [left] * 5, "three pairs, then those that are left alone"
     assert first.left_seconds == (17.0 if left == 16 else None)
     assert first.left_peak_bytes == (300 if left == 16 else 0)
