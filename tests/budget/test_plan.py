@@ -5,18 +5,10 @@ Bounds on a peak are not exact: which of the plans within a budget is taken depe
 
 import gc
 import itertools
-import json
-import math
-import mmap
-import subprocess
-import sys
 import threading
 import time
 import warnings
-import weakref
 from contextlib import nullcontext
-from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,22 +18,18 @@ from torch import nn
 import backstash._budget.follower
 import backstash._budget.planner
 from backstash import Action, Disk, Stash
+from backstash._budget.corrections import Corrections
 from backstash._budget.guard import MemoryGuard
 from backstash._budget.meter import ProcessMeter
-from backstash._budget.meter import _sample as sample
 from backstash._budget.record import typical_costs
-from backstash._budget.solving import Kept, Solving
+from backstash._budget.solving import Solving
 from backstash._core.admission import FITS
-from backstash._plan.simulate import Windows
-from backstash._plan.solve import follow
-from backstash._plan.trace import Links, Moment, Option, Trace, TracedBlock
 from backstash.errors import BudgetError, SizeError, StashWarning, UsageError
-from backstash.plan import Plan, usable_bytes
+from backstash.plan import usable_bytes
 from backstash.units import format_bytes
-from counted_memory import MIB, OTHER, CountedMemory
+from counted_memory import MIB, OTHER, CountedMemory, Saves
 from long_tests import mostly_long, takes_long
-
-SAVED = 16 * MIB  # sixteen blocks of 1 MiB
+from plan_steps import SAVED, Sine, are_same, model, moved, settle, step
 
 
 @pytest.fixture
@@ -51,85 +39,43 @@ def memory(monkeypatch):
     counted.close()  # also where a test fails: a thread that samples would go on through the next ones
 
 
-class OwnErf(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x.erf()
-
-    @staticmethod
-    def backward(ctx, grad):
-        (x,) = ctx.saved_tensors
-        return x.square().neg_().exp_().mul_(2 / math.sqrt(math.pi)).mul_(grad)
-
-
-class Erf(nn.Module):
-    """Cannot be recomputed or packed."""
-
-    def forward(self, x):
-        return OwnErf.apply(x)
-
-
-class Sine(nn.Module):
-    def forward(self, x):
-        return x.sin()
-
-
 class Head(nn.Module):
     def forward(self, x):
         return x[: 8 << 10] * 1.0
 
 
-def model(layer=Erf):
-    return nn.Sequential(*(layer() for _ in range(16)))
+def test_what_fits_is_left_in_place(memory, tmp_path, monkeypatch):
+    """However long a step takes, it is not measured again, since nothing would be faster."""
+    monkeypatch.setattr(Corrections, "is_off", lambda *_: pytest.fail("it is compared"))
+    budget = OTHER + 4 * SAVED
+    stash = memory(budget=budget, disk=tmp_path)
+    settle(model(), stash, steps=6)
+    memory.trim = lambda: pytest.fail("nothing needs to be given back")
+    plan = settle(model(), stash, steps=6)
+    assert plan.state == "left alone" and plan.predicted.peak_bytes <= budget
+    assert all(each.choices == (("keep", each.blocks),) for each in plan.classes)
+    assert stash.stats().written_bytes == 0, "not even in the first step"
+    text = str(plan)
+    assert text.startswith("plan within 164 MiB: everything fits in place")
+    assert "predicted  peak" in text and "measured   peak" in text
 
 
-def step(net, stash, seed=0):
-    x = torch.randn(512, 512, generator=torch.Generator().manual_seed(seed), requires_grad=True)
-    y = x * 2
-    with stash:
-        loss = net(y).sum()
-    loss.backward()
-    return x.grad
-
-
-def are_same(left, right):
-    return all(map(torch.equal, left, right))
-
-
-def settle(net, stash, steps=12):
-    """Run until the plan is followed and measured."""
-    true = step(net, Stash())
-    for _ in range(steps):
+def test_a_budget_is_kept_and_most_of_it_used(memory, tmp_path):
+    """In the steps that measure, too. By the first step's memory everything would fit, not by the second's."""
+    budget = OTHER + SAVED + 6 * MIB
+    stash = memory(budget=budget, disk=tmp_path, inflight="1MiB", prefetch="1MiB", strict=True)
+    net, written, true = model(), [], step(model(), Stash())
+    for _ in range(11):
         assert torch.equal(step(net, stash), true)
-        _ = stash.plan  # waits for a plan that is being made
-    return stash.plan
-
-
-def test_what_fits_is_left_in_place(memory, tmp_path):
-    stash = memory(budget=OTHER + 4 * SAVED, disk=tmp_path)
-    plan = settle(model(), stash)
-    assert plan.state == "left alone"
-    assert all(
-        choices == (("keep", each.blocks),) for each in plan.classes for choices in [each.choices]
-    )
-    planner = stash._planner
-    while planner._recording.is_on:
-        step(model(), stash)
-    # However long a step takes, it is not measured again, since nothing would be faster.
-    planner.follower.plan = replace(
-        planner.follower.plan, predicted=replace(plan.predicted, step_seconds=1e-9)
-    )
-    for _ in range(5):
-        step(model(), stash)
-    assert not planner._recording.is_on
-    written = stash.stats().written_bytes
-    stash._planner._guard.trim = lambda: pytest.fail("nothing needs to be given back")
-    step(model(), stash)
-    assert stash.stats().written_bytes == written
-    assert plan.predicted.peak_bytes <= OTHER + 4 * SAVED
-    assert written == 0, "not even in the first step"
-    stash.close()
+        memory.other = lambda: OTHER + 8 * MIB  # as an optimizer's state
+        written.append(stash.stats().written_bytes // MIB)
+        plan = stash.plan
+    assert memory.peaks[0] <= budget
+    assert written[:3] == [2, 18, 26], "the first step keeps what fits, the third half"
+    assert plan.state == "planned" and plan.measured.peak_bytes <= budget
+    assert plan.bound.step_seconds <= plan.predicted.step_seconds
+    assert written[-1] - written[-2] == moved(plan) > 0
+    assert plan.at(budget + 9 * MIB).state == "left alone"
 
 
 @pytest.mark.parametrize("grows", ["nothing", "in backward", "an optimizer's state"])
@@ -163,30 +109,6 @@ def test_the_first_step_moves_what_does_not_fit(memory, tmp_path, grows):
             break
     # What backward makes cannot wait until the block in flight is written.
     assert memory.peaks[0] <= budget + MIB * (grows == "in backward")
-    stash.close()
-
-
-def test_a_budget_is_kept_and_most_of_it_used(memory, tmp_path):
-    budget = OTHER + SAVED // 2 + 3 * MIB
-    stash = memory(budget=budget, disk=tmp_path, inflight="2MiB", prefetch="2MiB")
-    net = model()
-    step(net, stash)
-    memory.peaks[0] = 0
-    plan = settle(net, stash)
-    assert memory.peaks[0] <= budget, "in the steps that measure, too"
-    assert plan.state == "planned"
-    kept = sum(count for each in plan.classes for name, count in each.choices if name == "keep")
-    moved = sum(count for each in plan.classes for name, count in each.choices if name == "disk")
-    assert kept + moved == 16
-    assert kept >= 1
-    memory.peaks[0] = 0
-    before = stash.stats().written_bytes
-    step(net, stash)
-    assert memory.peaks[0] <= budget
-    assert stash.stats().written_bytes - before == moved * MIB > 0
-    assert plan.measured.peak_bytes <= budget
-    assert plan.bound.step_seconds <= plan.predicted.step_seconds
-    stash.close()
 
 
 @takes_long
@@ -196,7 +118,7 @@ def test_small_tensors_move_where_a_budget_cannot_be_kept_otherwise(memory, tmp_
     session = stash._session
     # 640 results of 32 KiB are 20 MiB, which the fixture does not count while they are no blocks.
     memory.other = lambda: OTHER + 20 * MIB * (session.min_bytes > 32 << 10)
-    net = nn.Sequential(*(Erf() for _ in range(639)))
+    net = nn.Sequential(*(Saves() for _ in range(639)))
 
     def small_step():
         x = torch.full((128, 64), 0.5, requires_grad=True)
@@ -210,20 +132,18 @@ def test_small_tensors_move_where_a_budget_cannot_be_kept_otherwise(memory, tmp_
     assert stash.plan.state == ("planned" if room == 8 * MIB else "left alone")
     assert session.min_bytes == 16 << 10
     assert not stash.stats().notes
-    stash.close()
 
 
 def test_small_tensors_stay_where_large_ones_are_enough(memory, tmp_path):
     stash = memory(
         budget=OTHER + 4 * MIB, disk=tmp_path, min_bytes="auto", inflight="1MiB", prefetch="1MiB"
     )
-    net = nn.Sequential(*(Erf() for _ in range(16)), nn.Flatten(0), Head(), Erf(), Erf())
+    net = nn.Sequential(*(Saves() for _ in range(16)), nn.Flatten(0), Head(), Saves(), Saves())
     true = step(net, Stash())
     assert all(torch.equal(step(net, stash), true) for _ in range(2))
     assert stash._session.min_bytes == 64 << 10
     assert settle(net, stash).state == "planned"
     assert stash._session.min_bytes == 64 << 10
-    stash.close()
 
 
 def test_a_budget_that_cannot_be_kept_is_said_before_the_second_step(memory, tmp_path):
@@ -256,51 +176,6 @@ def test_a_budget_that_cannot_be_kept_is_said_before_the_second_step(memory, tmp
     assert f"can keep is {format_bytes(grown.smallest_budget_bytes)}," in note, (
         "and not that of an earlier plan"
     )
-    stash.close()
-
-
-def test_a_budget_that_the_first_step_seemed_to_keep_is_said_when_it_is_planned_for(
-    memory, tmp_path
-):
-    """In addition to what is saved, later steps hold more than the first one did."""
-    stash = memory(budget=OTHER + SAVED // 2 + 3 * MIB, disk=tmp_path)
-    memory.other = lambda: OTHER + (SAVED if stash._planner._steps > 1 else 0)
-    net = model()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for _ in range(2):
-            step(net, stash)
-    with (
-        pytest.warns(StashWarning, match="cannot be kept: a step needs more"),
-        pytest.warns(StashWarning, match="the smallest that this step can keep is 1[12]. MiB"),
-    ):
-        for _ in range(4):
-            step(net, stash)
-            _ = stash.plan
-    assert stash.plan.state == "too small"
-    stash.close()
-
-
-def test_without_a_disk_it_is_said_then_where_no_choice_could_keep_it(memory):
-    """What can be done without is known after the second step, which names the smallest budget."""
-    stash = memory(budget=OTHER // 2)
-    net = model()
-    step(net, stash)
-    with pytest.warns(
-        StashWarning, match=r"cannot be kept: in addition to the tensors .* 100 MiB; the smallest"
-    ):
-        step(net, stash)
-    with pytest.warns(
-        StashWarning, match="a step needs more, even with everything moved that can move"
-    ):
-        step(net, stash)
-    stash.close()
-    stash = memory(budget=OTHER + MIB)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for _ in range(2):
-            step(net, stash)
-    stash.close()
 
 
 def test_of_several_graphs_the_one_that_is_needed_last_moves(memory, tmp_path):
@@ -308,7 +183,7 @@ def test_of_several_graphs_the_one_that_is_needed_last_moves(memory, tmp_path):
     oldest go, each that comes third makes one move: three in all."""
     budget = OTHER + 13 * MIB  # of which 98% are used, and 2 MiB are for the windows
     stash = memory(budget=budget, disk=tmp_path, inflight="1MiB", prefetch="1MiB")
-    net = nn.Sequential(*(Erf() for _ in range(4)))
+    net = nn.Sequential(*(Saves() for _ in range(4)))
 
     def run(stash):
         graphs, given, written = [], [], stash.stats().written_bytes
@@ -332,99 +207,6 @@ def test_of_several_graphs_the_one_that_is_needed_last_moves(memory, tmp_path):
     assert written <= 6 * MIB, "one microbatch saves 4, and three move where the oldest go"
     keeping = memory(keep="8MiB", disk=tmp_path, inflight="1MiB", prefetch="1MiB")
     assert run(keeping)[1] > 10 * MIB
-    stash.close()
-    keeping.close()
-
-
-def test_a_plan_that_is_not_made_yet_is_not_saved(memory, tmp_path):
-    stash = memory(budget=OTHER + SAVED, disk=tmp_path)
-    step(model(), stash)
-    assert stash.plan.state == "measuring"
-    with pytest.raises(UsageError, match="the first three steps are measured"):
-        stash.plan.save(tmp_path / "plan.json")
-    assert not (tmp_path / "plan.json").exists()
-    stash.close()
-
-
-def test_a_plan_is_followed_from_a_file(memory, tmp_path):
-    budget = OTHER + SAVED // 2 + 3 * MIB
-    stash = memory(budget=budget, disk=tmp_path, inflight="2MiB", prefetch="2MiB")
-    net = model()
-    plan = replace(settle(net, stash), left_after=None)
-    stash.close()
-    path = tmp_path / "plan.json"
-    plan.save(path)
-    assert Plan.load(path) == plan
-    assert json.loads(path.read_text())["predicted"]["peak_bytes"] == plan.predicted.peak_bytes
-
-    again = memory(plan=path, disk=tmp_path, inflight="2MiB", prefetch="2MiB")
-    assert again.plan.state == "loaded"
-    true = step(net, Stash())
-    for _ in range(2):
-        assert torch.equal(step(net, again), true)
-    moved = sum(count for each in plan.classes for name, count in each.choices if name == "disk")
-    assert again.stats().eligible_bytes == 2 * 16 * MIB
-    assert again.stats().written_bytes == 2 * moved * MIB > 0
-    again.close()
-
-
-def test_a_plan_for_another_model_is_refused_in_the_second_step(memory, tmp_path):
-    stash = memory(budget=OTHER + 4 * SAVED, disk=tmp_path)
-    plan = settle(model(), stash)
-    stash.close()
-    other = memory(plan=plan, disk=tmp_path)
-    net = nn.Sequential(nn.Tanh(), nn.Tanh())
-    step(net, other)
-    with pytest.raises(UsageError, match="does not match this model"):
-        step(net, other)
-
-
-def test_a_plan_for_a_batch_of_another_size_is_refused(memory, tmp_path):
-    """Its modules and operations are the same, and none of its sizes."""
-    stash = memory(budget=OTHER + SAVED // 2 + 3 * MIB, disk=tmp_path)
-    plan = replace(settle(model(), stash), left_after=None)
-    stash.close()
-    other = memory(plan=plan, disk=tmp_path)
-
-    def run():
-        with other:
-            loss = model()(torch.randn(1024, 512, requires_grad=True) * 2).sum()
-        loss.backward()
-
-    run()
-    with pytest.raises(UsageError, match="or this batch size"):
-        run()
-
-
-def test_a_loaded_plan_that_exceeds_its_budget_is_reported_once(memory, tmp_path):
-    stash = memory(budget=OTHER + SAVED // 2 + 3 * MIB, disk=tmp_path)
-    plan = replace(settle(model(), stash), left_after=None)
-    stash.close()
-    memory.other = lambda: OTHER + SAVED  # it was made for less
-    again = memory(plan=plan, disk=tmp_path)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for _ in range(3):
-            step(model(), again)
-    with pytest.warns(
-        StashWarning, match="was exceeded in 3 steps.* A loaded plan is never changed"
-    ):
-        step(model(), again)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        step(model(), again)
-    assert again.plan.measured is None
-    again.close()
-
-
-def test_the_plan_reads_as_text(memory, tmp_path):
-    stash = memory(budget=OTHER + 4 * SAVED, disk=tmp_path)
-    assert "is being measured" in str(stash.plan)
-    text = str(settle(model(), stash))
-    assert text.startswith("plan within 164 MiB: everything fits in place")
-    assert "predicted  peak" in text
-    assert "measured   peak" in text
-    stash.close()
 
 
 def test_nothing_runs_on_after_the_end(memory, tmp_path):
@@ -451,7 +233,7 @@ def test_shapes_that_change_keep_the_budget(memory, tmp_path):
     settle(net, stash)
     memory.peaks[0] = 0
     generator = torch.Generator().manual_seed(1)
-    for _ in range(20):
+    for _ in range(8):
         rows = int(torch.randint(100, 900, (), generator=generator))
         x = torch.randn(rows, 512, generator=generator, requires_grad=True)
         with stash:
@@ -461,7 +243,6 @@ def test_shapes_that_change_keep_the_budget(memory, tmp_path):
         net(y * 2).sum().backward()
         assert torch.equal(x.grad, y.grad)
     assert memory.peaks[0] <= budget
-    stash.close()
 
 
 @pytest.mark.parametrize("share", [0.6, 2.5])
@@ -501,7 +282,6 @@ def test_a_larger_step_is_measured_and_planned_for(memory, tmp_path, share):
         plan = stash.plan
     known = sum(each.nbytes for each in plan.classes)
     assert (known == 16 * 768 * 512 * 4) == (share == 0.6)
-    stash.close()
 
 
 def test_small_forwards_before_each_step_move_nothing_of_a_step_that_fits(memory, tmp_path):
@@ -522,7 +302,6 @@ def test_small_forwards_before_each_step_move_nothing_of_a_step_that_fits(memory
         _ = stash.plan
     assert stash.plan.state == "left alone"
     assert stash.stats().written_bytes == 0
-    stash.close()
 
 
 def test_what_a_policy_moves_makes_no_step_larger(memory, tmp_path):
@@ -544,7 +323,6 @@ def test_what_a_policy_moves_makes_no_step_larger(memory, tmp_path):
         assert not stash._planner._shape.is_larger
         _ = stash.plan
     assert stash.plan.state == "planned"
-    stash.close()
 
 
 def test_a_program_that_grows_under_a_plan_stays_within_the_budget(memory, tmp_path):
@@ -558,7 +336,6 @@ def test_a_program_that_grows_under_a_plan_stays_within_the_budget(memory, tmp_p
     true = step(net, Stash())
     assert torch.equal(step(net, stash), true)
     assert OTHER < memory.peaks[0] <= budget
-    stash.close()
 
 
 def test_nothing_is_read_ahead_that_has_no_room(memory, tmp_path):
@@ -579,35 +356,6 @@ def test_nothing_is_read_ahead_that_has_no_room(memory, tmp_path):
     after = stash.stats()
     assert after.read_bytes > before.read_bytes
     assert after.prefetch_hits == before.prefetch_hits
-    stash.close()
-
-
-def test_what_an_optimizer_makes_after_the_first_step_is_expected(memory, tmp_path):
-    """By the first step's memory everything would fit, and by the second's it does not."""
-    steps = [0]
-    memory.other = lambda: OTHER + (8 * MIB if steps[0] else 0)
-    budget = OTHER + SAVED + 6 * MIB
-    stash = memory(budget=budget, disk=tmp_path, inflight="1MiB", prefetch="1MiB")
-    net = model()
-    for steps[0] in range(12):
-        step(net, stash)
-        _ = stash.plan
-    assert memory.peaks[0] <= budget
-    assert stash.plan.state == "planned"
-    assert stash.plan.at(budget + 9 * MIB).state == "left alone"
-    stash.close()
-
-
-def test_the_third_step_moves_half(memory, tmp_path):
-    steps, written = [0], []
-    memory.other = lambda: OTHER + (8 * MIB if steps[0] else 0)
-    stash = memory(budget=OTHER + SAVED + 6 * MIB, disk=tmp_path, inflight="1MiB", prefetch="1MiB")
-    net = model()
-    for steps[0] in range(3):
-        step(net, stash)
-        written.append(stash.stats().written_bytes // MIB)
-    assert written == [2, 18, 26], "the first step keeps what fits"
-    stash.close()
 
 
 @pytest.mark.parametrize("room", [8 * MIB, 2 * MIB])
@@ -629,18 +377,6 @@ def test_after_the_first_step_windows_take_no_more_than_half_of_what_it_left(
     assert min(first) > room // 4
     # But for a block of 1 MiB.
     assert others == [(max(room // 4, MIB), max(room // 4, MIB))] * 2
-    stash.close()
-
-
-def test_with_a_budget_that_no_step_could_keep_the_third_moves_half_too(memory, tmp_path):
-    stash, written = memory(budget=1, disk=tmp_path), []
-    net = model()
-    for number in range(3):
-        with pytest.warns(StashWarning, match="cannot be kept") if number == 1 else nullcontext():
-            step(net, stash)
-        written.append(stash.stats().written_bytes // MIB)
-    assert written == [16, 32, 40]
-    stash.close()
 
 
 def test_an_impossible_budget_still_has_steps_that_measure_the_costs_of_moving_and_leaving(
@@ -677,7 +413,6 @@ def test_an_impossible_budget_still_has_steps_that_measure_the_costs_of_moving_a
     assert planner._costs == expected_costs
     assert plan.trace.left_seconds == pytest.approx(left_seconds)
     assert plan.at(1 << 40).predicted.step_seconds == plan.plain.step_seconds
-    stash.close()
 
 
 def test_a_device_is_waited_for_before_a_step_that_is_left_alone_is_timed(
@@ -715,7 +450,6 @@ def test_where_memory_cannot_be_spared_no_step_is_left_alone_to_learn_what_that_
             step(net, stash)
             _ = stash.plan
     assert stash.plan.trace is not None and stash.plan.trace.left_seconds is None
-    stash.close()
 
 
 def test_steps_that_end_early_are_planned_for_as_far_as_they_were_measured(memory, tmp_path):
@@ -732,20 +466,6 @@ def test_steps_that_end_early_are_planned_for_as_far_as_they_were_measured(memor
     assert not planner._recording.is_on
 
 
-def test_the_cost_of_taking_memory_again_is_that_of_the_step_s_page_faults():
-    meter = ProcessMeter()
-    meter.begin_step()
-    with mmap.mmap(-1, 8 * MIB) as touched:
-        for at in range(0, 8 * MIB, mmap.PAGESIZE):
-            touched[at] = 0
-        meter.begin_step()
-        assert meter._faults >= 8 * MIB // mmap.PAGESIZE
-        assert meter.fault_seconds(8 * MIB) > 0 == meter.fault_seconds(0)
-        meter.begin_step()
-        meter._faults = 0
-        assert meter.fault_seconds(8 * MIB) == 0, "nothing was taken: the rest was still there"
-
-
 def test_no_other_budget_holds_more_to_learn(memory, tmp_path):
     """Even where the budget is below what the process holds already."""
     stash, net, written = memory(budget=OTHER // 2, disk=tmp_path), model(), [0]
@@ -759,7 +479,6 @@ def test_no_other_budget_holds_more_to_learn(memory, tmp_path):
             _ = stash.plan
     assert {after - before for before, after in itertools.pairwise(written)} == {16}
     assert stash.plan.state == "too small" and FITS not in stash.stats().left
-    stash.close()
 
 
 def sized(net, stash, rows):
@@ -770,7 +489,7 @@ def sized(net, stash, rows):
     torch.autograd.grad(loss, x)
 
 
-@pytest.mark.parametrize("sizes", [[16, 4], [4, 16], [16, 16, 4, 4], [4, 16, 16]])
+@pytest.mark.parametrize("sizes", [[4, 16], [16, 16, 4, 4]])
 def test_where_steps_take_turns_the_largest_of_the_first_is_planned_for(memory, tmp_path, sizes):
     stash, net = memory(budget=1, disk=tmp_path), model()
     # The forward's end is sampled whether or not the sampling thread has its turn there.
@@ -787,22 +506,6 @@ def test_where_steps_take_turns_the_largest_of_the_first_is_planned_for(memory, 
     assert stash.plan.plain.peak_bytes >= OTHER + SAVED - MIB
     for full, half in stash._planner._first_steps.alike():
         assert full.saved_bytes == half.saved_bytes == SAVED, "costs are measured by like steps"
-    stash.close()
-
-
-def test_steps_that_were_left_alone_say_nothing_about_larger_ones(memory, tmp_path):
-    stash, net = memory(budget=1, disk=tmp_path), model()
-    first = stash._planner._first_steps
-    memory.other = lambda: OTHER + (20 * MIB if first.mode == "sampled" else 0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", StashWarning)
-        for number in range(15):
-            sized(net, stash, 4 if 7 <= number < 12 else 16)
-            _ = stash.plan
-    assert len(first.left) == 4
-    trace = stash.plan.trace
-    assert trace is not None and trace.left_seconds is None and not trace.beside_left_bytes
-    stash.close()
 
 
 def test_memory_held_during_a_step_left_alone_may_belong_to_an_evaluation(memory, tmp_path):
@@ -815,7 +518,6 @@ def test_memory_held_during_a_step_left_alone_may_belong_to_an_evaluation(memory
             step(net, stash)
             _ = stash.plan
     assert not stash.plan.trace.beside_left_bytes
-    stash.close()
 
 
 def test_what_a_step_that_is_left_alone_was_seen_to_take_is_what_plain_pytorch_is_said_to(
@@ -841,7 +543,6 @@ def test_what_a_step_that_is_left_alone_was_seen_to_take_is_what_plain_pytorch_i
     assert plan.plain.peak_bytes == pytest.approx(most, rel=0.01)
     assert plan.at(most * 101 // 100).state == "planned", "a fiftieth is not used"
     assert plan.at(most * 104 // 100).state == "left alone"
-    stash.close()
 
 
 def test_another_budget_of_a_stash_without_a_disk_moves_nothing_either(memory):
@@ -856,17 +557,6 @@ def test_another_budget_of_a_stash_without_a_disk_moves_nothing_either(memory):
             "recompute",
             "pack",
         }
-    stash.close()
-
-
-def test_another_budget_has_the_windows_that_were_given(memory, tmp_path):
-    budget = OTHER + SAVED // 2 + 4 * MIB
-    stash = memory(budget=budget, disk=tmp_path, inflight="1MiB", prefetch="2MiB")
-    plan = settle(model(), stash)
-    for each in (plan, plan.at(budget + MIB), plan.at(budget + MIB).at(budget)):
-        assert (each.inflight_bytes, each.prefetch_bytes) == (1 * MIB, 2 * MIB)
-    assert Plan.from_dict(plan.as_dict()).windows == (None, None), "of this stash alone"
-    stash.close()
 
 
 def test_where_no_thread_can_be_started_a_plan_is_made_all_the_same(memory, tmp_path, monkeypatch):
@@ -880,7 +570,6 @@ def test_where_no_thread_can_be_started_a_plan_is_made_all_the_same(memory, tmp_
     for _ in range(8):
         assert are_same(step(net, stash), true)
     assert stash.plan.state == "planned"
-    stash.close()
 
 
 def test_an_interrupt_as_a_plan_is_begun_leaves_nobody_waiting(memory, tmp_path, monkeypatch):
@@ -900,63 +589,98 @@ def test_an_interrupt_as_a_plan_is_begun_leaves_nobody_waiting(memory, tmp_path,
     gc.collect()
     assert stash.plan.state == "measuring"
     assert settle(net, stash).state == "planned"
-    stash.close()
+
+
+class WithFree:
+    """A stash that follows its plan, in a process with memory that is free and can be given back."""
+
+    def __init__(self, memory, directory):
+        self.memory, self.free, self.given_back, self.keeps = memory, 0, [], False
+        self.budget, self.net = OTHER + SAVED // 2 + 8 * MIB, model()
+        memory.other, memory.trim = lambda: OTHER + self.free, self._trim
+        self.stash = memory(budget=self.budget, disk=directory, inflight="1MiB", prefetch="1MiB")
+        self.settle()
+        self.given_back.clear()
+
+    def _trim(self):
+        self.given_back.append(self.free)
+        self.free *= self.keeps
+
+    def settle(self):
+        """Run until a step is neither recorded nor the first of a plan."""
+        for _ in range(30):
+            plan = self.stash.plan
+            step(self.net, self.stash)
+            if plan.measured is not None and self.stash.plan.predicted == plan.predicted:
+                return
+        pytest.fail("the plan changes all the time")
+
+    def run(self, free=0):
+        """The bytes that a step moved which began with so much free memory."""
+        self.memory.peaks[0], before, self.free = 0, self.stash.stats().written_bytes, free
+        step(self.net, self.stash)
+        return self.stash.stats().written_bytes - before
 
 
 @pytest.fixture
-def with_free(memory, tmp_path):
-    """A stash that follows its plan, and a process with memory that is free and can be given back."""
-    free, given_back = [0], []
-    memory.other = lambda: OTHER + free[0]
-    budget = OTHER + SAVED // 2 + 8 * MIB
-    stash = memory(budget=budget, disk=tmp_path, inflight="1MiB", prefetch="1MiB")
-    planner = stash._planner
-
-    def trim():
-        given_back.append(free[0])
-        free[0] = 0
-
-    planner._guard.trim = trim
-    net = model()
-    assert settle(net, stash).state == "planned"
-    planner._corrections._wait_steps = 1000  # however long a step takes, it is not measured again
-    while planner._recording.is_on or planner._solving.is_new:
-        step(net, stash)
-        _ = stash.plan
-    given_back.clear()
-
-    def run():
-        memory.peaks[0], before = 0, stash.stats().written_bytes
-        step(net, stash)
-        return stash.stats().written_bytes - before
-
-    yield planner, free, given_back, run
-    assert memory.peaks[0] <= budget
-    stash.close()
+def with_free(memory, tmp_path, monkeypatch):
+    monkeypatch.setattr(Corrections, "is_off", lambda *_: False)  # a busy machine's steps are
+    made = WithFree(memory, tmp_path)
+    yield made
+    made.stash.close()
 
 
-def test_what_is_free_is_given_back_before_a_step(with_free):
-    planner, free, given_back, run = with_free
-    planner._guard._frees_at_start = True
-    planner._keep_less = lambda: None
-    moved = run()
-    free[0] = 6 * MIB
-    assert run() == moved, "it is no reason to keep less"
-    assert given_back == [6 * MIB]
-
-
-def test_what_a_step_does_not_use_again_is_given_back_before_it_exceeds(with_free):
-    """And not as the step begins: most of what is free is used again."""
-    planner, free, given_back, run = with_free
-    guard, begun = planner._guard, []
-    moved, begin = run(), guard.begin_step
-    guard._most_at_start = OTHER + MIB
-    guard.begin_step = lambda: (begun.append(len(given_back)), begin())
-    for _ in range(3):
+def test_free_memory_and_what_is_held_between_two_steps_are_no_reason_to_keep_less(
+    with_free, memory
+):
+    """As an evaluation leaves it: nothing that a plan keeps was in memory."""
+    run, given_back, budget = with_free.run, with_free.given_back, with_free.budget
+    moved, predicted = run(), with_free.stash.plan.predicted
+    with_free.keeps = True  # what is free at the start cannot be given back
+    with with_free.net[8].register_full_backward_pre_hook(
+        lambda *_: memory.hold(budget + 6 * MIB)  # no other plan would help
+    ):
+        run(12 * MIB)
+    with_free.keeps = False
+    assert run() == moved and memory.peaks[0] <= budget
+    for free in (12 * MIB, 2 * budget, 2 * budget):
         given_back.clear()
-        free[0] = 12 * MIB
+        assert run(free) == moved
+        assert given_back[0] == free and memory.peaks[0] <= max(budget, OTHER + free)
+    for part in range(1, 4):
+        memory.hold(3 * budget + 4 * part * MIB)  # in an evaluation
         assert run() == moved
-        assert begun[-1] == 0 and given_back[0] == 12 * MIB, "while it saved"
+    assert with_free.stash.plan.predicted == predicted and with_free.stash.plan.state == "planned"
+
+
+def test_what_an_operation_held_that_no_look_saw_is_planned_for(with_free, memory, monkeypatch):
+    """Where the process never held as much before: nothing is sampled under a plan that was measured."""
+    run, budget, used, note = with_free.run, with_free.budget, [], MemoryGuard.note_used
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryGuard, "note_used", lambda of, n: (used.append(n), note(of, n)))
+        moved = run()
+    assert used == [MIB] * len(used) and len(used) >= 8, "all that are blocks"
+    with with_free.net[8].register_full_backward_pre_hook(
+        lambda *_: memory.hold(budget + 4 * MIB)  # until it ends
+    ):
+        run()
+    with_free.settle()
+    assert run() > moved
+    assert with_free.stash.plan.predicted.peak_bytes <= budget
+
+
+def test_what_every_step_leaves_in_memory_is_planned_for(with_free):
+    """What the last operations take, and an optimizer, no look of a backward's finds."""
+    run, late = with_free.run, with_free.budget
+    run()
+    predicted = with_free.stash.plan.predicted
+    for free in (late, late, 0, late, late):
+        run(free)
+        assert with_free.stash.plan.predicted == predicted
+    run(late)
+    _ = with_free.stash.plan  # waits for it
+    run()
+    assert with_free.stash.plan.smallest_budget_bytes > with_free.budget
 
 
 def test_a_disk_that_can_hold_less_than_a_budget_needs_makes_it_too_small(memory, tmp_path):
@@ -970,45 +694,6 @@ def test_a_disk_that_can_hold_less_than_a_budget_needs_makes_it_too_small(memory
     assert sum(n for each in plan.classes for name, n in each.choices if name == "disk") <= 5
     stash.close()
     disk.close()
-
-
-def test_giving_back_takes_a_twentieth_of_the_time_at_most(with_free, monkeypatch):
-    planner, _, _, _ = with_free
-    clock = [100.0]
-    monkeypatch.setattr(backstash._budget.guard.time, "perf_counter", lambda: clock[0])
-    planner._guard._release_after = 0.0
-    planner._guard.trim = lambda: clock.__setitem__(0, clock[0] + 1.0)
-    assert planner._guard.release()
-    clock[0] += 19.0
-    assert not planner._guard.release()
-    clock[0] += 2.0
-    assert planner._guard.release()
-    # A step that began with free memory gives it back once as soon as it must.
-    guard, held = planner._guard, [planner._guard.most]
-    monkeypatch.setattr(guard._meter, "now", lambda: held[0])
-    assert not guard.must_free_at_start(always=False) and guard.keeps_free
-    assert guard.release()
-    assert not guard.release()
-
-
-def test_an_exceeded_budget_waits_for_nothing_if_memory_can_be_given_back():
-    held, free = [0], [0]
-
-    def trim():
-        held[0] -= free[0]
-
-    guard = MemoryGuard(SimpleNamespace(now=lambda: held[0] * MIB), 98 * MIB, 100 * MIB, trim)
-
-    def returns(nbytes, *, frees, waits):
-        held[0], free[0] = nbytes, frees
-        guard._release_after = math.inf if waits else 0.0
-        return guard.release()
-
-    assert returns(90, frees=20, waits=False)
-    assert not returns(99, frees=20, waits=True), "the budget is kept"
-    assert returns(101, frees=20, waits=True)
-    assert returns(101, frees=1, waits=True), "the last one returned much"
-    assert not returns(101, frees=20, waits=True), "this one did not"
 
 
 @pytest.mark.parametrize("is_tight", [False, True])
@@ -1028,275 +713,6 @@ def test_steps_that_differ_in_other_memory_leave_as_much_of_the_budget(memory, t
     least = min(moment.other_bytes for moment in stash.plan.trace.moments)
     assert least == OTHER + (0 if is_tight else 4 * MIB), "where there is as much"
     assert stash.plan.state == "planned"
-    stash.close()
-
-
-def test_both_parts_of_a_sample_are_of_one_moment(monkeypatch):
-    """Else what the stash has just given back counts as somebody else's."""
-    own, held = iter([30, 20, 20, 20]), iter([130, 120, 0])
-    monkeypatch.setattr(ProcessMeter, "now", lambda meter: next(held))
-    meter = ProcessMeter(lambda: next(own))
-    assert meter.mark()[1:] == (120, 20)
-    own, held = iter(range(100)), iter(range(1000, 2000))
-    assert len(meter.take().samples) == 1
-    own = iter(range(100))
-    meter.mark()
-    assert next(own) < 10, "it ends where the stash's part changes all the time"
-
-
-def test_a_budget_that_was_exceeded_is_planned_for_again(with_free, memory):
-    """By what was seen in any step, not only in those that are measured."""
-    planner, _, _, run = with_free
-    moved, budget, resident = run(), planner._budget, planner._limits.tiers.evictor.resident
-    planner._keep_less = lambda: None
-    memory.other = lambda: (
-        budget - 4 * MIB if resident.nbytes + memory.left_bytes() > 6 * MIB else OTHER
-    )
-    planner._guard.has_room = lambda nbytes: planner._guard.held() > 0
-    run()
-    assert memory.peaks[0] > budget
-    for _ in range(8):
-        more = run()
-        planner.plan  # noqa: B018  # waits for it
-    assert more > moved
-
-
-def test_what_an_operation_held_that_no_look_saw_is_planned_for(with_free, memory):
-    """Where the process never held as much before: nothing is sampled under a plan that was measured."""
-    planner, _, _, run = with_free
-    run()
-    moved, look = run(), planner._guard.note_used
-
-    def operation(nbytes):
-        memory.hold(planner._budget + 4 * MIB)  # until it ends
-        look(nbytes)
-
-    planner._guard.note_used = operation
-    run()
-    planner._guard.note_used = look
-    for _ in range(8):
-        more = run()
-        planner.plan  # noqa: B018  # waits for it
-    assert more > moved
-    assert planner.plan.predicted.peak_bytes <= planner._budget
-
-
-def test_what_the_process_held_between_two_steps_is_of_neither(with_free, memory):
-    """In an evaluation, say."""
-    planner, _, _, run = with_free
-    run()
-    moved, bias = run(), planner._corrections.bias_bytes
-    for part in range(1, 4):
-        memory.hold(planner._budget + 4 * part * MIB)
-        assert run() == moved
-    assert planner._corrections.bias_bytes == bias and planner._reports.exceeding == 0
-
-
-def test_what_is_free_is_given_back_before_less_is_kept(with_free, memory):
-    planner, free, given_back, run = with_free
-    planner.follower.plan = replace(
-        planner.follower.plan, left_after=None
-    )  # memory is looked at for each block
-    moved = run()
-    resident, before = planner._limits.tiers.evictor.resident, []
-
-    def other():
-        if resident.nbytes + memory.left_bytes() > 4 * MIB and not before:
-            before.append(free.__setitem__(0, 9 * MIB))
-        return OTHER + free[0]
-
-    memory.other = other
-    given_back.clear()
-    assert run() == moved
-    assert 9 * MIB in given_back  # where writes are slow, memory is asked for once more
-
-
-def test_what_is_free_is_given_back_before_nothing_is_read_ahead(with_free):
-    planner, free, given_back, _ = with_free
-    free[0] = planner._budget - OTHER
-    assert planner._guard.has_room(MIB)
-    assert given_back == [planner._budget - OTHER]
-
-
-def test_what_backward_frees_is_given_back_before_what_comes_next_could_exceed():
-    """An allocator keeps it for the process; the largest growth between two looks may come again."""
-    held, given_back = [0], []
-    meter = ProcessMeter(lambda: 0)
-    meter.now = lambda: held[0]
-
-    def trim():
-        given_back.append(held[0])
-        held[0] = 40 * MIB
-
-    guard = MemoryGuard(meter, 98 * MIB, 100 * MIB, trim)
-
-    def backward(*levels):
-        guard.begin_step()
-        guard._release_after = 0.0  # however long it took before
-        guard.over()  # of the forward
-        given_back.clear()
-        for level in levels:
-            held[0] = level * MIB
-            guard.note_used(MIB)
-        return [each // MIB for each in given_back]
-
-    assert backward(50, 58, 66, 92) == [92], "26 at most come at once"
-    assert backward(50, 58, 60, 62, 74, 74) == [], "100 are not exceeded, though 98 are"
-    assert backward(50, 58, 60, 62, 75) == [75]
-    assert backward(75, 75) == [], "it has used too little to have freed much"
-    assert backward(30) == []
-    held[0] = 70 * MIB
-    guard.over()
-    for _ in range(4):
-        guard.note_used(MIB)
-    assert given_back == [], "what a forward takes is no growth of a backward's"
-    guard.note_used(MIB // 2)
-    given_back.clear()
-    held[0] = 99 * MIB
-    guard.note_used(MIB // 4)
-    assert given_back == [], "it is not looked at each of many small ones"
-
-
-def test_what_an_operation_takes_until_it_ends_counts_before_there_is_a_plan():
-    """No look finds it. What a plan was made from has it, so that steps under one rely on that."""
-    held, given_back = [0], []
-    meter = ProcessMeter(lambda: 0)
-    meter.now = lambda: held[0] * MIB
-    guard = MemoryGuard(meter, 98 * MIB, 100 * MIB, lambda: given_back.append(held[0]))
-
-    def backward(*levels):
-        """Each a look, and what is sampled before the next one."""
-        guard.begin_step()
-        guard._release_after = 0.0  # however long it took before
-        given_back.clear()
-        for level, until in levels:
-            held[0] = level
-            guard.note_used(2 * MIB)
-            held[0] = until
-            meter.mark()
-        return list(given_back)
-
-    assert backward((50, 90), (52, 52), (54, 54)) == []
-    assert backward((50, 52), (56, 56), (60, 60)) == []
-    assert backward((50, 52), (61, 61)) == [61], "40 were sampled beyond 50"
-    guard.plan_for(30 * MIB, 98 * MIB)
-    assert backward((50, 52), (61, 61)) == []
-    guard.keeps_free = True
-    assert backward((50, 52), (61, 61)) == [61], "what is free was not given back before this step"
-
-
-def test_what_a_step_would_have_held_without_its_guard_is_known_as_the_next_one_begins():
-    """As each excess is moved away, the next one is counted from there; the last one is in the peak."""
-    held = [0]
-    meter = ProcessMeter(lambda: 0)
-    meter.now = lambda: held[0] * MIB
-    guard = MemoryGuard(meter, 98 * MIB, 100 * MIB, lambda: None)
-    for levels, avoided in (((90, 98), 0), ((101,), 0), ((101, 99, 106, 110), 8), ((90,), 0)):
-        guard.begin_step()
-        for held[0] in levels:
-            guard.over()
-        guard.begin_step()
-        assert guard.avoided_bytes == avoided * MIB, levels
-
-
-@pytest.fixture
-def raised(monkeypatch):
-    """A guard in a process that holds 50 MiB, the MiB that it ever held, and these as memory was given back."""
-    ever, given_back = [0], []
-    monkeypatch.setattr("backstash._budget.meter._peak_bytes", lambda: ever[0] * MIB)
-    meter = ProcessMeter(lambda: 0)
-    meter.now = lambda: 50 * MIB
-    guard = MemoryGuard(meter, 98 * MIB, 100 * MIB, lambda: given_back.append(ever[0]))
-    guard.begin_step()
-    return meter, guard, ever, given_back
-
-
-def test_where_the_process_never_held_as_much_a_look_sees_what_an_operation_took(raised):
-    meter, guard, ever, given_back = raised
-    for ever[0] in (60, 90, 90):
-        guard.note_used(2 * MIB)
-    assert guard.take_highest() == 90 * MIB and given_back == []
-    meter.now = lambda: 61 * MIB
-    guard.note_used(2 * MIB)
-    assert given_back == [90], "40 more than 50 came at once"
-    assert guard.take_highest() == 61 * MIB, "it is reported once"
-    guard.begin_step()
-    guard.note_used(MIB // 2)
-    ever[0] = 95
-    guard.note_used(MIB // 4)
-    assert guard.take_highest() == 95 * MIB, "it may be the last use of the step"
-
-
-def test_a_check_ahead_of_need_hides_nothing_from_the_check_in_backward(raised):
-    meter, guard, ever, given_back = raised
-    guard.note_used(2 * MIB)
-    ever[0] = 90
-    assert guard.has_room(MIB)
-    guard.note_used(2 * MIB)
-    meter.now = lambda: 61 * MIB
-    guard.note_used(2 * MIB)
-    assert given_back == [90]
-
-
-def test_the_peak_of_a_process_is_reported_where_it_rises():
-    script = """
-import mmap, resource
-from backstash._budget.meter import ProcessMeter
-MIB = 1 << 20
-meter, before = ProcessMeter(), ProcessMeter().now()
-nbytes = max(256 * MIB, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10)  # of what started it
-def touch(nbytes):
-    with mmap.mmap(-1, nbytes) as memory:
-        for at in range(0, nbytes, mmap.PAGESIZE):
-            memory[at] = 1
-touch(nbytes)
-raised = meter.raised_peak_bytes()
-assert -24 * MIB < raised - before - nbytes < 24 * MIB, (before, raised)
-assert meter.now() < before + 24 * MIB
-touch(nbytes - 96 * MIB)
-assert meter.raised_peak_bytes() == 0
-"""
-    subprocess.run([sys.executable, "-c", script], check=True)
-
-
-def test_samples_are_fewer_in_long_steps(monkeypatch):
-    now = [1.0]
-    clock = SimpleNamespace(perf_counter=lambda: now[0])
-    monkeypatch.setattr("backstash._budget.meter.time", clock)
-    meter, intervals = ProcessMeter(lambda: 0), []
-    for seconds in (0.0, 0.1, 1.0, 60.0, 0.1):
-        now[0] += seconds
-        meter.begin_step()
-        intervals.append(meter._interval_seconds)
-    assert intervals == [0.001, 0.001, pytest.approx(0.002), 0.005, 0.001]
-
-
-def test_what_is_held_between_two_steps_is_not_blamed_on_the_plan(with_free):
-    """By an evaluation, say, after which the allocator keeps it: nothing that a plan keeps was in memory."""
-    planner, free, given_back, run = with_free
-    run()
-    moved, bias = run(), planner._corrections.bias_bytes
-    free[0] = 2 * planner._budget
-    given_back.clear()
-    assert [run() for _ in range(3)] == [moved] * 3
-    assert given_back[0] == 2 * planner._budget
-    assert planner._corrections.bias_bytes == bias and planner._reports.exceeding == 0
-    assert planner.plan.state == "planned"
-
-
-def test_what_every_step_leaves_in_memory_is_planned_for(with_free):
-    """What the last operations take, and an optimizer, no look of a backward's finds."""
-    planner, free, _, run = with_free
-    run()
-    bias = planner._corrections.bias_bytes
-    for _ in range(2):
-        free[0] = planner._budget
-        run()
-    assert planner._corrections.bias_bytes == bias
-    free[0] = planner._budget
-    run()
-    assert planner._corrections.bias_bytes > bias
-    run()
 
 
 def test_steps_that_begin_with_a_larger_block_and_save_less_are_known_after_the_first(
@@ -1304,7 +720,7 @@ def test_steps_that_begin_with_a_larger_block_and_save_less_are_known_after_the_
 ):
     """Those of a discriminator, in turn with a generator's: else each moved everything, and was measured."""
     stash = memory(budget=OTHER + SAVED // 2 + 8 * MIB, disk=tmp_path)
-    planner, large, small = stash._planner, model(), nn.Sequential(*(Erf() for _ in range(4)))
+    planner, large, small = stash._planner, model(), nn.Sequential(*(Saves() for _ in range(4)))
     first = torch.full((64, 512), 0.5, requires_grad=True)
 
     def generator():
@@ -1321,41 +737,12 @@ def test_steps_that_begin_with_a_larger_block_and_save_less_are_known_after_the_
         return planner._shape.is_larger
 
     taken, planner._corrections._wait_steps = [], 1000  # however long a step takes
-    for _ in range(20):
+    for _ in range(12):
         generator()
         _ = stash.plan
         taken.append(discriminator())
         _ = stash.plan
-    assert stash.plan.state == "planned" and taken[-8:] == [False] * 8
-    stash.close()
-
-
-def test_nothing_is_kept_of_steps_that_are_not_measured():
-    meter = ProcessMeter(lambda: 0)
-    for _ in range(10):
-        meter.resume(meter.pause())
-        meter.begin_step()
-    assert not meter._events and not meter._samples
-    meter._stop = threading.Event()  # as if a thread were sampling
-    meter.resume(meter.pause())
-    meter.begin_step()
-    assert len(meter._events) == len(meter._samples) == 1
-
-
-def test_sampling_goes_on_once_what_it_took_was_taken(monkeypatch):
-    """A notebook's step may last as long as its reader thinks."""
-    monkeypatch.setattr("backstash._budget.meter._MOST_SAMPLES", 2)
-    meter, waits = ProcessMeter(lambda: 0), []
-
-    class Stop:
-        def wait(self, seconds):
-            waits.append(len(meter._samples))
-            if len(waits) == 5:
-                meter.forget()
-            return len(waits) > 6
-
-    sample(Stop(), weakref.ref(meter))
-    assert waits == [0, 1, 2, 2, 2, 2, 2]
+    assert stash.plan.state == "planned" and taken[-6:] == [False] * 6
 
 
 def test_a_closed_stash_measures_no_more(memory, tmp_path):
@@ -1383,7 +770,6 @@ def test_a_forked_process_samples_from_its_first_step_on(memory, tmp_path):
         assert planner._meter.is_sampling == planner._recording.is_on
         _ = stash.plan
     assert stash.plan.state == "planned"
-    stash.close()
 
 
 def test_a_plan_that_cannot_be_made_leaves_the_one_before(memory, tmp_path, monkeypatch):
@@ -1409,139 +795,6 @@ def test_a_plan_that_cannot_be_made_leaves_the_one_before(memory, tmp_path, monk
         assert planner._solving.found is before and not planner._solving.is_running
         goes_on.set()
         thread.join()
-    stash.close()
-
-
-@pytest.fixture
-def guarded():
-    """A guard of 98 MiB of a budget of 100, whose plan's steps add 30; and a step under it, all in MiB."""
-    held, given_back = [0], []
-    meter = ProcessMeter(lambda: 0)
-    meter.now = lambda: held[0] * MIB
-    guard = MemoryGuard(meter, 98 * MIB, 100 * MIB, lambda: given_back.append(held[0]))
-    guard.plan_for(30 * MIB, 95 * MIB)
-
-    def run(at_start, *levels, always=False):
-        """Whether it gave memory back as it began, and later."""
-        given_back.clear()
-        guard._release_after = 0.0  # however long it took before
-        held[0] = at_start
-        must_free = guard.must_free_at_start(always=always)
-        guard.begin_step()
-        for held[0] in levels:
-            guard.over()
-        guard.take_highest()
-        return must_free, bool(given_back)
-
-    return guard, run
-
-
-def test_a_step_begins_with_what_is_free_unless_one_that_did_exceeded_the_budget(guarded):
-    guard, run = guarded
-    assert run(65, 95) == (False, False) and not guard.keeps_free, "all that it may add fits"
-    assert run(75, 95, always=True) == (True, False)
-    assert run(99, 95) == (True, False), "it would hold too much at once"
-    assert run(75, 95) == (False, False) and guard.keeps_free
-    assert run(75, 99) == (False, True), "it had to give memory back"
-    assert run(75, 95) == (False, False)
-    assert run(75, 101) == (False, True)
-    assert run(75, 95) == (True, False), "none begins so from now on"
-    guard.plan_for(28 * MIB, 95 * MIB)
-    assert run(75, 95) == (True, False), "and under no other plan"
-
-
-def test_a_step_gives_memory_back_where_the_growth_between_two_looks_could_exceed(guarded):
-    guard, run = guarded
-    guard._growth = 10 * MIB
-    assert run(75, 90) == (False, False)
-    assert run(75, 91) == (False, True)
-
-
-def test_growth_where_blocks_moved_does_not_count_where_all_stays(guarded):
-    guard, run = guarded
-    guard._growth = guard._sampled_growth = 30 * MIB
-    guard.plan_for(30 * MIB, 95 * MIB)
-    assert run(75, 95) == (True, False), "with 30 more it would exceed 100"
-    guard.plan_for(30 * MIB, 95 * MIB, is_left=True)
-    assert guard._growth_now == 30 * MIB, "in steps that give back what is free"
-    assert run(75, 95) == (False, False)
-    assert guard._growth_now == 0
-    guard.begin_step()
-    for held in (60, 66):
-        guard._meter.now = lambda held=held: held * MIB
-        guard.note_used(2 * MIB)
-    assert guard._growth_now == 6 * MIB
-
-
-def test_a_step_that_keeps_what_is_free_gives_it_back_as_soon_as_it_must(guarded):
-    """However little time has passed since that was done: it is the first time in this step."""
-    guard, run = guarded
-    assert run(75, 90) == (False, False) and guard.keeps_free
-    guard._meter.now = lambda: 75 * MIB
-    assert not guard.must_free_at_start(always=False)
-    guard._release_after = math.inf
-    assert guard.release() and not guard.release()
-
-
-def test_backward_gives_back_at_once_what_no_plan_holds(guarded):
-    """Else only after it has used a part of the budget, since the next forward takes it again."""
-    guard, _ = guarded
-    given_back, held = [], [0]
-    guard.trim = lambda: given_back.append(held[0])
-    guard._meter.now = lambda: held[0] * MIB
-    guard._growth = 10 * MIB
-
-    def first_use(level):
-        guard.begin_step()
-        guard._release_after = 0.0
-        given_back.clear()
-        held[0] = level
-        guard.note_used(2 * MIB)
-        return given_back == [level]
-
-    assert not first_use(94), "as much as the plan holds"
-    assert first_use(96)
-
-
-def test_less_is_left_unseen_where_peaks_differ_from_step_to_step(guarded):
-    """As of a heap that grows although no more is in use."""
-    guard, _ = guarded
-    guard._meter.now = lambda: 40 * MIB
-    for peak in (60, 70, 80):
-        guard.note_peak(peak * MIB)
-    assert guard.part_of_what_is_left(4, 1) > 0
-    guard.note_peak(81 * MIB)
-    assert guard.part_of_what_is_left(4, 1) == -1, "the next one may hold 102"
-    for _ in range(4):
-        guard.note_peak(81 * MIB)
-    assert guard.part_of_what_is_left(4, 1) > 0
-    for _ in range(4):
-        guard.note_peak(40 * MIB)
-        guard.note_peak(81 * MIB)
-    assert guard.part_of_what_is_left(4, 1) > 0, "steps of two sizes that take turns do not grow"
-    guard._growth = 20 * MIB
-    assert guard.part_of_what_is_left(4, 1) == -1, "so may it by what one operation adds"
-
-
-def test_steady_steps_go_unseen_only_if_their_peaks_are_steady_too(guarded):
-    guard, _ = guarded
-    guard._meter.now = lambda: 40 * MIB
-    guard._meter.ever_peak_bytes = lambda: 92 * MIB
-
-    def fits(*peaks):
-        for peak in peaks:
-            guard.note_peak(peak * MIB)
-        guard.begin_step()
-        found = []
-        for _ in range(2):
-            found.append(guard.fits_unseen(30 * MIB, 92 * MIB, is_known=True, is_steady=True))
-            guard.begin_step()
-        return found[-1]
-
-    assert not fits(90, 90, 90), "too few are known"
-    assert fits(90)
-    assert not fits(82), "the next one may hold 100"
-    assert fits(90, 90, 90, 90)
 
 
 def test_the_first_step_under_a_plan_gives_back_what_is_free(memory, tmp_path):
@@ -1573,59 +826,6 @@ def test_the_first_step_under_a_plan_gives_back_what_is_free(memory, tmp_path):
         step(net, stash)
     assert stash.plan.state == "planned" and given_back[:1] == [0], "before its first block"
     assert memory.peaks[0] <= budget
-    stash.close()
-
-
-def test_on_an_accelerator_no_step_begins_with_what_is_free():
-    guard = MemoryGuard(ProcessMeter(), 98 * MIB, 100 * MIB, lambda: None, is_process=False)
-    guard._meter.now = lambda: 75 * MIB
-    guard.plan_for(30 * MIB, 98 * MIB)
-    assert guard.must_free_at_start(always=False)
-
-
-def test_an_accelerator_s_memory_is_not_read_at_each_block_for_what_one_operation_adds():
-    """Its allocator uses again what is freed, so its steps have the peak that they had."""
-    guard = MemoryGuard(ProcessMeter(), 98 * MIB, 100 * MIB, lambda: None, is_process=False)
-    guard._meter.now = lambda: 40 * MIB
-    guard.note_peak(40 * MIB)
-    guard.note_peak(81 * MIB)
-    guard._growth = 20 * MIB
-    assert guard.part_of_what_is_left(4, 1) > 0
-
-
-@pytest.mark.parametrize("keeps_free", [True, False])
-def test_what_is_held_because_nothing_was_given_back_is_not_blamed_on_the_plan(
-    with_free, keeps_free
-):
-    """No other plan would help; a step that began as plans mean it to is planned for with what was over."""
-    planner, _, _, run = with_free
-    guard = planner._guard
-    run()
-    guard.keeps_free, guard.highest_bytes = keeps_free, planner._budget * 2
-    guard._start_bytes = guard._most_at_start + planner._budget
-    run()
-    assert planner._reports.exceeding == (not keeps_free)
-    assert (planner._corrections.bias_bytes > 50 * MIB) == (not keeps_free)
-    assert guard._frees_at_start == keeps_free, "none begins so from now on"
-
-
-def test_what_is_held_beyond_that_is(with_free):
-    planner, _, _, run = with_free
-    guard, budget = planner._guard, planner._budget
-    run()
-    guard.keeps_free, guard.highest_bytes = True, budget + 9 * MIB
-    guard._start_bytes = guard._most_at_start + 5 * MIB
-    predicted = planner._corrections._predicted_peak_bytes
-    run()
-    assert planner._corrections.bias_bytes == budget + 4 * MIB - predicted
-
-
-def test_a_budget_s_backward_gives_back_what_it_freed(with_free):
-    planner, _, _, run = with_free
-    noted, looked = [], planner._guard.note_used
-    planner._guard.note_used = lambda nbytes: (noted.append(nbytes), looked(nbytes))
-    run()
-    assert noted == [MIB] * len(noted) and len(noted) >= 8, "all that are blocks"
 
 
 def test_a_correction_that_went_too_far_is_not_made_again(memory, tmp_path):
@@ -1641,13 +841,12 @@ def test_a_correction_that_went_too_far_is_not_made_again(memory, tmp_path):
 
     memory.other = other
     settle(model(), stash, steps=8)
-    for _ in range(30):
+    for _ in range(20):
         memory.peaks[0] = 0
         step(model(), stash)
         _ = stash.plan
         over.append(memory.peaks[0] > budget)
     assert sum(over[10:]) <= 2, "once more where a busy machine made steps take longer"
-    stash.close()
 
 
 def test_what_fits_but_for_what_moving_takes_is_left_in_place_in_the_end(memory, tmp_path):
@@ -1661,10 +860,11 @@ def test_what_fits_but_for_what_moving_takes_is_left_in_place_in_the_end(memory,
     for _ in range(30):
         step(net, stash)
         states.append(stash.plan.state)
+        if states[-1] == "left alone":
+            break
     assert "planned" in states and states[-1] == "left alone"
     assert memory.peaks[0] <= budget
     assert OTHER + SAVED <= stash.plan.predicted.peak_bytes <= budget
-    stash.close()
 
 
 def test_a_budget_that_is_kept_is_not_too_small(memory, tmp_path):
@@ -1683,7 +883,6 @@ def test_a_budget_that_is_kept_is_not_too_small(memory, tmp_path):
         assert (plan.state == "planned") == (plan.smallest_budget_bytes is None)
     assert plan.state == "planned" and memory.peaks[0] <= budget
     assert "too small" not in str(plan)
-    stash.close()
 
 
 def test_choices_that_were_measured_to_keep_the_budget_are_not_ruled_out(memory, tmp_path):
@@ -1715,75 +914,26 @@ def test_choices_that_were_measured_to_keep_the_budget_are_not_ruled_out(memory,
         assert memory.peaks[0] <= budget
         always[0] = True
         assert settle(net, stash, steps=20).state == "too small"
-    stash.close()
 
 
-def test_choices_that_came_near_the_budget_are_for_where_nothing_else_fits(memory, tmp_path):
+def test_choices_that_came_near_the_budget_are_for_where_nothing_else_fits(
+    memory, tmp_path, monkeypatch
+):
     budget = OTHER + SAVED // 2 + 4 * MIB
     stash = memory(budget=budget, disk=tmp_path)
     settle(model(), stash, steps=6)
     planner = stash._planner
     trace, solution, _ = planner._solving.taken
     most = usable_bytes(budget)
-    found = []
+    kept, given_up = [], []
+    monkeypatch.setattr(
+        Solving, "keep", lambda _, each: kept.append((each.peak_bytes, each.is_near))
+    )
+    monkeypatch.setattr(Solving, "give_up", lambda _, choices: given_up.append(choices))
     for peak in (most, most + 1, budget, budget + 1):
-        planner._solving._kept.clear()
         planner._keep_if_it_fits(trace, solution.choices, solution.windows, peak)
-        found.append([each.is_near for each in planner._solving._kept.values()])
-    assert found == [[False], [True], [True], []]
-    stash.close()
-
-
-def test_what_was_measured_of_other_steps_is_no_choice():
-    def solved(blocks, *, is_near=False, target=2 * MIB, choice="disk", rate=1.0):
-        trace = Trace(blocks, moments, Links(rate, rate))
-        solving = Solving((8 * MIB, 8 * MIB), {})
-        windows = Windows(8 * MIB, 8 * MIB)
-        solving.keep(Kept(known, (choice,) * 2, windows, 2 * MIB, is_near))
-        solving.begin(trace, target, allowed=["keep", "disk"])
-        solving.wait()
-        return solving.found[1]
-
-    def two():
-        option = {"keep": Option(MIB), "disk": Option(0, 0.5, 0, MIB)}
-        return tuple(TracedBlock("", MIB, dict(option)) for _ in range(2))
-
-    moments = tuple(Moment(*each, 0.1, MIB) for each in (("save", 0), ("save", 1), ("use", 1)))
-    known = two()
-    assert solved(known).fits and solved(known, is_near=True).fits
-    assert not solved(two()).fits and not solved(two(), is_near=True).fits
-    for is_near in (False, True):
-        found = solved(known, is_near=is_near, target=3 * MIB - 1, choice="keep", rate=1e8)
-        assert found.fits and (found.choices == ("keep",) * 2) != is_near, "moving one takes longer"
-
-
-def test_measured_choices_that_move_more_in_the_same_time_are_not_planned_again():
-    """Less than a hundredth of a step's time is what no step repeats, and no reason to move twice as much."""
-    options = {"keep": Option(MIB), "disk": Option(0, 0, 0, MIB)}
-    blocks = tuple(TracedBlock("", MIB, dict(options)) for _ in range(2))
-    moments = (("save", 0), ("save", 1), ("use", 1), ("free", 1), ("use", 0), ("free", 0))
-    trace = Trace(blocks, tuple(Moment(*each, 0.1, MIB) for each in moments), Links(5e8, 5e8))
-    hidden = Windows(8 * MIB, 8 * MIB)
-    everything = follow(trace, ("disk",) * 2, hidden, allowed=["keep", "disk"])
-    one = follow(trace, ("disk", "keep"), Windows(0, 0), allowed=["keep", "disk"])
-    assert 0.99 < everything.forecast.step_seconds / one.forecast.step_seconds < 1
-    solving = Solving((0, 0), {})
-    solving.keep(Kept(blocks, ("disk",) * 2, hidden, 2 * MIB, False))
-    solving.begin(trace, 2 * MIB, allowed=["keep", "disk"])
-    solving.wait()
-    assert solving.found[1].choices == ("disk", "keep")
-
-
-def test_choices_that_held_more_later_are_given_up_with_all_others(memory, tmp_path):
-    """The process has grown since they were measured."""
-    solving = Solving((None, None), {})
-    known = [Kept((), (name,), Windows(0, 0), 1, False) for name in ("disk", "keep")]
-    for each in known:
-        solving.keep(each)
-    solving.give_up(("pack",))
-    assert len(solving._kept) == 2, "these were not known to keep it"
-    solving.give_up(("disk",))
-    assert not solving._kept
+    assert kept == [(most, False), (most + 1, True), (budget, True)]
+    assert given_up == [solution.choices]
 
 
 class Smaller(nn.Module):
@@ -1828,7 +978,6 @@ def test_without_a_disk_what_does_not_fit_is_recomputed_or_packed(memory, smalle
     stats = stash.stats()
     assert stats.recomputed_bytes and stats.written_bytes == 0
     assert not stats.notes
-    stash.close()
 
 
 def test_without_a_disk_a_budget_that_cannot_be_kept_is_said_after_the_second_step(memory, smaller):
@@ -1846,7 +995,6 @@ def test_without_a_disk_a_budget_that_cannot_be_kept_is_said_after_the_second_st
     assert plan.state == "too small"
     chosen = {name for each in plan.classes for name, _ in each.choices}
     assert {"recompute", "pack"} <= chosen
-    stash.close()
 
 
 @pytest.mark.parametrize("rows", mostly_long([48, 96], 48))
@@ -1874,7 +1022,6 @@ def test_without_a_disk_larger_steps_than_were_measured_are_recomputed(memory, r
         assert are_same(run(128, stash), true)
     assert stash.stats().recomputed_bytes - before >= 3 * 30 * MIB
     assert memory.peaks[0] <= budget
-    stash.close()
 
 
 def test_without_a_disk_modules_that_run_again_are_left_out_of_the_plan(memory):
@@ -1891,7 +1038,6 @@ def test_without_a_disk_modules_that_run_again_are_left_out_of_the_plan(memory):
             assert memory.peaks[0] <= budget or number == 0
     assert plan.state in ("planned", "left alone")
     assert stash.stats().recomputed_bytes >= 9 * 8 * 3 * MIB
-    stash.close()
 
 
 def test_steps_that_exceed_the_budget_are_said_once(memory):
@@ -1908,7 +1054,6 @@ def test_steps_that_exceed_the_budget_are_said_once(memory):
         warnings.simplefilter("error")
         for _ in range(4):
             step(larger, stash)
-    stash.close()
 
 
 def test_a_plan_does_not_rely_on_what_plain_pytorch_does_not_save(memory):
@@ -1935,7 +1080,6 @@ def test_a_plan_does_not_rely_on_what_plain_pytorch_does_not_save(memory):
             assert all(map(torch.equal, run(stash), true))
             _ = stash.plan
     assert stash.stats().recomputed_bytes  # what GELU made
-    stash.close()
 
 
 def test_a_plan_relies_on_no_bias_next_to_a_weight_that_is_not_trained(memory):
@@ -1972,7 +1116,6 @@ def test_a_plan_relies_on_no_bias_next_to_a_weight_that_is_not_trained(memory):
             assert all(map(torch.equal, run(stash), true))
             _ = stash.plan
     assert stash.stats().recomputed_bytes  # what GELU made
-    stash.close()
 
 
 def test_trying_codecs_is_no_part_of_the_step_that_is_measured(memory, smaller, monkeypatch):
@@ -1994,23 +1137,6 @@ def test_trying_codecs_is_no_part_of_the_step_that_is_measured(memory, smaller, 
     # 0.05 s or more each, of which none is a moment's.
     priced = [moment.seconds for moment in plan.trace.moments if moment.kind == "save"]
     assert sum(each >= 0.05 for each in priced) < blocks / 2
-    stash.close()
-
-
-def test_a_plan_s_replay_that_is_refused_moves_instead(memory, tmp_path):
-    stash = memory(budget=OTHER + SAVED // 2 + 3 * MIB, disk=tmp_path)
-    plan = settle(model(Sine), stash)
-    stash.close()
-    classes = tuple(replace(each, choices=(("recompute", each.blocks),)) for each in plan.classes)
-    other = Stash(min_bytes=0, plan=replace(plan, classes=classes), disk=tmp_path)
-    true = step(model(Sine), Stash())
-    for _ in range(2):
-        assert torch.equal(step(model(Sine), other), true)
-    stats = other.stats()
-    assert stats.recomputed_bytes  # four of five sines in a row
-    assert stats.written_bytes
-    assert any("of at most 4" in reason for reason in stats.left)
-    other.close()
 
 
 @pytest.mark.parametrize(
@@ -2032,108 +1158,11 @@ def test_a_size_that_cannot_be_read_is_refused():
         Stash(budget="half")
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        {"budget_bytes": None},
-        {"budget_bytes": 0},
-        {"predicted": {"peak_bytes": "x", "step_seconds": 1.0}},
-        {"classes": [{"name": 7}]},
-        {"classes": [{"seconds": "long"}]},
-        {"classes": [{"choices": [["teleport", 16]]}]},
-        {"classes": [{"choices": [["keep", 18], ["disk", -2]]}]},
-        {"classes": [{"choices": []}]},
-        {"classes": [{"blocks": 10**9, "choices": [["keep", 10**9]]}]},
-    ],
-)
-def test_a_damaged_plan_is_refused_in_one_line(memory, tmp_path, damage):
-    stash = memory(budget=OTHER + SAVED // 2 + 3 * MIB, disk=tmp_path)
-    values = settle(model(), stash).as_dict()
-    stash.close()
-    assert Plan.from_dict(json.loads(json.dumps(values))).classes
-    for name, value in damage.items():
-        is_list = isinstance(value, list)
-        values[name] = [{**values[name][0], **value[0]}] if is_list else value
-    path = tmp_path / "plan.json"
-    path.write_text(json.dumps(values))
-    with pytest.raises(UsageError, match="is not a plan"):
-        Stash(plan=path, disk=tmp_path)
-
-
-@pytest.mark.parametrize("given", [7, {}, ["plan.json"]])
-def test_what_is_neither_a_plan_nor_a_path_is_refused(tmp_path, given):
-    with pytest.raises(UsageError, match="allowed: a Plan, or the path of a file"):
-        Stash(plan=given, disk=tmp_path)
-
-
-def test_a_file_that_is_no_plan_is_refused(tmp_path):
-    path = tmp_path / "plan.json"
-    with pytest.raises(UsageError, match=r"not a plan; allowed.*No such file"):
-        Stash(plan=path)
-    values = Plan(1 << 30, "planned", left_after=3).as_dict()
-    wrong = [json.dumps({**values, "left_after": each}) for each in ("3", -1, True, 0.5)]
-    wrong += [
-        json.dumps({**values, "state": "no such"}),
-        json.dumps({**values, "budget_bytes": "6GiB"}),
-    ]
-    for text in ("nonsense", "{}", "[]", '{"format": "backstash plan 1"}', *wrong):
-        path.write_text(text)
-        with pytest.raises(UsageError, match="not a plan; allowed"):
-            Stash(plan=path)
-
-
 def test_auto_is_what_the_machine_can_spare(tmp_path):
     stash = Stash(budget="auto", disk=tmp_path)
     held = ProcessMeter().now()
     assert stash.plan.budget_bytes > held
     stash.close()
-
-
-def test_plans_that_change_at_every_step_are_exact(memory, tmp_path, monkeypatch):
-    generator = torch.Generator().manual_seed(0)
-
-    def choose(follower, block, tensor, modules):
-        return ["", "disk"][int(torch.randint(2, (), generator=generator))]
-
-    monkeypatch.setattr(backstash._budget.follower.Follower, "choose", choose)
-    stash = memory(budget=OTHER + 2 * SAVED, disk=tmp_path)
-    net = model()
-    true = step(net, Stash())
-    for _ in range(20):
-        assert torch.equal(step(net, stash), true)
-    stash.close()
-
-
-def test_other_budgets_are_planned_from_the_same_step(memory, tmp_path):
-    stash = memory(
-        budget=OTHER + SAVED // 2 + 3 * MIB, disk=tmp_path, inflight="2MiB", prefetch="2MiB"
-    )
-    plan = settle(model(), stash)
-    stash.close()
-    larger = plan.at(2 * (OTHER + SAVED))
-    assert larger.state == "left alone"
-    assert larger.predicted.peak_bytes == plan.plain.peak_bytes
-    assert plan.at("1MiB").state == "too small"
-    assert plan.at("1MiB").smallest_budget_bytes > OTHER
-    trace = json.loads(json.dumps(plan.trace.as_dict()))
-    assert Plan.from_trace(trace, 2 * (OTHER + SAVED)).classes == larger.classes
-    path = tmp_path / "plan.json"
-    plan.save(path)
-    with pytest.raises(UsageError, match="has no measured step"):
-        Plan.load(path).at("1GiB")
-    with pytest.raises(UsageError, match="not the trace"):
-        Plan.from_trace({"format": 2}, "1GiB")
-
-
-def test_a_step_begins_with_what_is_free_only_where_one_operation_more_keeps_the_budget():
-    """What came between two looks may come between any two."""
-    held, growth = [90], 8
-    guard = MemoryGuard(SimpleNamespace(now=lambda: held[0]), 98, 100, lambda: None)
-    guard.plan_for(30, 98)
-    guard._sampled_growth = growth
-    for held[0], is_kept in ((93, False), (92, True)):
-        assert guard.must_free_at_start(always=False) != is_kept
-        assert guard.keeps_free == is_kept
 
 
 def test_strict_raises_where_a_budget_cannot_be_kept(memory, tmp_path):
@@ -2150,13 +1179,6 @@ def test_strict_raises_where_a_budget_cannot_be_kept(memory, tmp_path):
     message, smallest = raised[-1], stash.plan.smallest_budget_bytes
     assert f"the smallest that this step can keep is {format_bytes(smallest)}," in message
     assert list(stash.stats().notes) == [message]
-    stash.close()
-
-
-def test_strict_says_nothing_where_a_budget_is_kept(memory, tmp_path):
-    stash = memory(budget=OTHER + SAVED // 2 + 8 * MIB, disk=tmp_path, strict=True)
-    assert settle(model(), stash).state == "planned"
-    stash.close()
 
 
 class Shifted(nn.Module):
@@ -2182,4 +1204,3 @@ def test_a_recorded_step_counts_the_saves_of_one_that_is_not(memory, tmp_path):
     # The first save of a step may count in the step before.
     assert saved <= {7 * MIB, 8 * MIB, 9 * MIB}
     assert first.left_seconds is not None
-    stash.close()

@@ -128,6 +128,34 @@ def test_a_step_that_saves_more_for_trials_is_like_one_whose_backward_uses_as_mu
     assert first.largest is steps[1] and first.traced is steps[2]
 
 
+@pytest.mark.parametrize("left", [16, 4])
+def test_steps_that_were_left_alone_say_nothing_about_larger_ones(left):
+    first, mib = FirstSteps(1), []
+    for number in range(12):
+        first.mode = mode = first.next_mode(lambda: 1 << 40) if number else "all"
+        is_left = mode in ("left", "sampled")
+        mib.append(left if is_left else 16)
+        step = None if is_left else moving(seconds=1.0, nbytes=MIB, hook=0.1)
+        first.add(step, 7.0 + len(mib), mib[-1], 300)
+    assert first.next_mode(lambda: 1 << 40) is None
+    assert mib == [16] * 7 + [left] * 5, "three pairs, then those that are left alone"
+    assert first.left_seconds == (17.0 if left == 16 else None)
+    assert first.left_peak_bytes == (300 if left == 16 else 0)
+
+
+@pytest.mark.parametrize("turns", [[16, 4], [4, 16, 16]])
+def test_where_steps_take_turns_the_largest_of_the_first_is_planned_for(turns):
+    first = FirstSteps(1)
+    for number in range(7):
+        saves = range(turns[number % len(turns)])
+        events = [event(kind, 1.0, number=at) for kind in ("save", "use") for at in saves]
+        first.add(record(*events, ended=float(number)), 1.0, len(saves), 0)
+    assert first.largest is first.records[1 + (turns[1] == 4)]
+    assert first.asked_bytes(first.largest) == 16
+    for pair in first.alike():
+        assert {each.saved_bytes for each in pair} == {16 * MIB}, "costs are those of like steps"
+
+
 def test_memory_that_moved_between_two_saves_makes_no_step_a_larger_one():
     shape = StepShape(begins_as_known=False)
     shape.follow([MIB] * 10, 0)

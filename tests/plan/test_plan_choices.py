@@ -17,7 +17,9 @@ BUDGET = OTHER + 10 * MIB
 
 @pytest.fixture
 def memory(monkeypatch):
-    return CountedMemory(monkeypatch, inflight="1MiB", prefetch="1MiB")
+    counted = CountedMemory(monkeypatch, inflight="1MiB", prefetch="1MiB")
+    yield counted
+    counted.close()
 
 
 def test_a_size_that_is_not_known_is_held_as_the_others_of_its_place_are():
@@ -101,7 +103,6 @@ def test_experts_whose_rows_change_at_each_step_follow_the_plan(memory, tmp_path
     step(net, stash)
     planned = max(stash._planner._limits.unplanned, stash.plan.resident_bytes)
     assert planned in limits
-    stash.close()
 
 
 def test_a_class_of_the_module_around_or_of_another_call_is_taken_where_its_own_is_unknown():
@@ -199,4 +200,3 @@ def test_a_program_that_calls_its_blocks_follows_its_plan(
     assert stash.plan.state == "planned" and not unknown
     names = {each.name for each in stash.plan.classes if each.nbytes > MIB}
     assert not any(" #2 " in name for name in names), names
-    stash.close()

@@ -40,13 +40,22 @@ class Layer(nn.Module):
         return torch.erf(torch.erf(self.seen) * 1.5) + x
 
 
-@pytest.fixture
-def memory(monkeypatch):
-    """In addition a slow disk."""
+def on_a_slow_disk(monkeypatch):
     monkeypatch.setattr("backstash._plan.regions.cuts_of", lambda graph, nbytes: [])
     for where in (backstash._budget.planner, backstash._budget.first_steps):
         monkeypatch.setattr(where, "links_of", lambda records: Links(2e6, 2e6))
     return CountedMemory(monkeypatch, inflight="2MiB", prefetch="2MiB")
+
+
+@pytest.fixture
+def memory(monkeypatch):
+    counted = on_a_slow_disk(monkeypatch)
+    yield counted
+    counted.close()
+
+
+def model(layer=None):
+    return nn.Sequential(*((layer or Layer)() for _ in range(LAYERS)))
 
 
 def forward(net, stash):
@@ -71,12 +80,40 @@ def settled(memory, tmp_path, net):
     for _ in range(12):
         memory.peaks[0] = 0
         assert all(map(torch.equal, step(net, stash), true))
-        _ = stash.plan
+        if stash.plan.measured is not None and "left" in ways(stash.plan):
+            break
     return stash, true
 
 
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory):
+    """That a step of some layers was measured under."""
+    with pytest.MonkeyPatch.context() as patch:
+        memory = on_a_slow_disk(patch)
+        stash, _ = settled(memory, tmp_path_factory.mktemp("disk"), model())
+        stash.close()
+    return replace(stash.plan, left_after=None)
+
+
+@pytest.fixture
+def loaded(memory, tmp_path, plan):
+    """The layers, a stash that has followed this plan for two steps, and their gradients."""
+    plan.save(tmp_path / "plan.json")
+    net, stash = model(), memory(plan=tmp_path / "plan.json", disk=tmp_path)
+    stash.recompute(*net)
+    true = step(net, Stash())
+    for _ in range(2):
+        before = stash._session.counts().fitting_saves
+        assert all(map(torch.equal, step(net, stash), true))
+        left = stash._session.counts().fitting_saves - before
+        assert left >= 4 * ways(plan).count("left") > 0, "the same calls as in the plan"
+    yield net, stash, true
+    stash.close()
+
+
 def test_nothing_manages_what_a_call_saves_of_which_everything_stays(memory, tmp_path):
-    net = nn.Sequential(*(Layer() for _ in range(LAYERS)))
+    """And once more is held than planned, no call is left; that step is none that is larger."""
+    net = model()
     stash, true = settled(memory, tmp_path, net)
     plan = stash.plan
     assert plan.state == "planned" and plan.measured is not None
@@ -93,7 +130,11 @@ def test_nothing_manages_what_a_call_saves_of_which_everything_stays(memory, tmp
     assert blocks == sum(
         n for each in plan.classes for name, n in each.choices if name not in ("left", "region")
     )
-    stash.close()
+    before = stash._session.counts().fitting_saves
+    memory.other = lambda: OTHER + 64 * MIB
+    assert all(map(torch.equal, step(net, stash), true))
+    assert stash._session.counts().fitting_saves == before
+    assert not stash._planner._shape.is_larger and stash._planner._shape.manages_more
 
 
 class Shared(Layer):
@@ -105,7 +146,7 @@ class Shared(Layer):
 
 
 def test_what_several_calls_save_is_unmanaged_in_all_if_it_is_in_one(memory, tmp_path):
-    net = nn.Sequential(*(Shared() for _ in range(LAYERS)))
+    net = model(Shared)
     stash, true = settled(memory, tmp_path, net)
     plan = stash.plan
     assert plan.state == "planned" and ways(plan).count("left") >= 2
@@ -129,19 +170,17 @@ def test_what_several_calls_save_is_unmanaged_in_all_if_it_is_in_one(memory, tmp
     for each in net:
         each.seen = each.result = None
     assert all(map(torch.equal, step(net, stash), true))
-    stash.close()
 
 
 def test_what_was_unmanaged_in_the_step_before_is_managed_again(memory, tmp_path):
     """Also where its memory lives on, as that of a batch that the program keeps."""
-    net = nn.Sequential(*(Shared() for _ in range(LAYERS)))
+    net = model(Shared)
     stash, _ = settled(memory, tmp_path, net)
     assert "left" in ways(stash.plan)
     with stash.record() as recording, stash:
         loss = sum((each.result * each.result.detach()).sum() for each in net)
     del loss
     assert sum(each.kind == "save" for each in recording.events) == LAYERS
-    stash.close()
 
 
 def test_a_save_of_what_a_call_holds_unmanaged_is_counted_once(tmp_path):
@@ -155,9 +194,8 @@ def test_a_save_of_what_a_call_holds_unmanaged_is_counted_once(tmp_path):
     stash.close()
 
 
-def test_what_a_left_call_saved_and_the_program_changes_is_an_error(memory, tmp_path):
-    net = nn.Sequential(*(Layer() for _ in range(LAYERS)))
-    stash, true = settled(memory, tmp_path, net)
+def test_what_a_left_call_saved_and_the_program_changes_is_an_error(loaded):
+    net, stash, true = loaded
     at = ways(stash.plan).index("left")
     loss = forward(net, stash)
     net[at].seen.detach().add_(1)
@@ -166,27 +204,10 @@ def test_what_a_left_call_saved_and_the_program_changes_is_an_error(memory, tmp_
     del loss
     net[at].seen = None
     assert all(map(torch.equal, step(net, stash), true))
-    stash.close()
 
 
-def test_once_more_is_held_than_planned_no_call_is_left(memory, tmp_path):
-    """And a step with more blocks for that is none that is larger, for which a plan would be made."""
-    net = nn.Sequential(*(Layer() for _ in range(LAYERS)))
-    stash, true = settled(memory, tmp_path, net)
-    plan = stash.plan
-    assert "left" in ways(plan)
-    before = stash._session.counts().fitting_saves
-    memory.other = lambda: OTHER + 64 * MIB
-    assert all(map(torch.equal, step(net, stash), true))
-    assert stash._session.counts().fitting_saves == before
-    assert not stash._planner._shape.is_larger and stash._planner._shape.manages_more
-    stash.close()
-
-
-def test_all_of_a_recorded_step_are_blocks(memory, tmp_path):
-    net = nn.Sequential(*(Layer() for _ in range(LAYERS)))
-    stash, true = settled(memory, tmp_path, net)
-    assert "left" in ways(stash.plan)
+def test_all_of_a_recorded_step_are_blocks(loaded):
+    net, stash, true = loaded
     before = stash._session.counts().fitting_saves
     with stash.record() as recording:
         assert all(map(torch.equal, step(net, stash), true))
@@ -197,8 +218,6 @@ def test_all_of_a_recorded_step_are_blocks(memory, tmp_path):
     assert stash._session.counts().fitting_saves == before
     assert all(map(torch.equal, step(net, stash), true))
     assert stash._session.counts().fitting_saves > before
-    assert stash.plan.state == "planned"
-    stash.close()
 
 
 def test_a_left_call_that_saves_much_more_inside_keeps_the_budget(memory, tmp_path):
@@ -211,7 +230,7 @@ def test_a_left_call_that_saves_much_more_inside_keeps_the_budget(memory, tmp_pa
             y = torch.erf(torch.cat([x * self.scale] * self.times)) * 1.5
             return torch.erf(torch.erf(y) * 1.5)[: len(x)] + x
 
-    net = nn.Sequential(*(Inside() for _ in range(LAYERS)))
+    net = model(Inside)
     stash, true = settled(memory, tmp_path, net)
     before = ways(stash.plan)
     assert before[5] == "left"
@@ -226,7 +245,6 @@ def test_a_left_call_that_saves_much_more_inside_keeps_the_budget(memory, tmp_pa
         _ = stash.plan
     assert stash.plan.state == "planned" and "left" in ways(stash.plan)
     assert 0.9 * stash.plan.budget_bytes <= memory.peaks[0] <= stash.plan.budget_bytes
-    stash.close()
 
 
 class Noisy(Layer):
@@ -243,7 +261,7 @@ def noisy_step(net, stash):
 
 
 def test_what_a_recomputed_call_holds_is_left_if_all_of_it_stays(memory, tmp_path):
-    net = nn.Sequential(*(Noisy() for _ in range(LAYERS)))
+    net = model(Noisy)
     stash = memory(budget=OTHER + SAVED - 8 * MIB, disk=tmp_path)
     stash.recompute(*net)
     true = noisy_step(net, Stash())
@@ -272,23 +290,6 @@ def test_what_a_recomputed_call_holds_is_left_if_all_of_it_stays(memory, tmp_pat
         loss.backward()
     del loss
     assert all(map(torch.equal, noisy_step(net, stash), true))
-    stash.close()
-
-
-def test_a_loaded_plan_leaves_the_same_calls(memory, tmp_path):
-    net = nn.Sequential(*(Layer() for _ in range(LAYERS)))
-    stash, true = settled(memory, tmp_path, net)
-    replace(stash.plan, left_after=None).save(tmp_path / "plan.json")
-    left = ways(stash.plan).count("left")
-    stash.close()
-    again = memory(plan=tmp_path / "plan.json", disk=tmp_path)
-    net = nn.Sequential(*(Layer() for _ in range(LAYERS)))
-    again.recompute(*net)
-    for _ in range(2):
-        before = again._session.counts().fitting_saves
-        assert all(map(torch.equal, step(net, again), true))
-        assert again._session.counts().fitting_saves - before >= 4 * left
-    again.close()
 
 
 def trace_of_calls(seconds=0.1):
@@ -530,7 +531,7 @@ def test_steps_are_not_recorded_of_a_plan_that_is_tried_or_was_timed(monkeypatch
         lambda self, *args, **kwargs: (are_alike or not tries) and is_alike(self, *args, **kwargs),
     )
     torch.manual_seed(0)
-    net = nn.Sequential(*(Layer() for _ in range(LAYERS)))
+    net = model()
     stash = stash_on(CountedDevice(), budget=SAVED * 6 // 10, min_bytes=0, host="1GiB")
     stash.recompute(*list(net)[:-2])  # the last calls are unmanaged
     true, plans = step(net, Stash()), []

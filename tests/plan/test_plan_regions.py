@@ -56,7 +56,9 @@ def memory(monkeypatch):
     monkeypatch.setattr("backstash._plan.regions.cuts_of", lambda graph, nbytes: [])
     for where in (backstash._budget.planner, backstash._budget.first_steps):
         monkeypatch.setattr(where, "links_of", lambda records: Links(2e6, 2e6))
-    return CountedMemory(monkeypatch, inflight="2MiB", prefetch="2MiB")
+    counted = CountedMemory(monkeypatch, inflight="2MiB", prefetch="2MiB")
+    yield counted
+    counted.close()
 
 
 def model(layer=Layer, layers=LAYERS):
@@ -75,11 +77,15 @@ def same(left, right):
 
 
 def settle(net, stash, steps=10):
-    true = step(net, Stash())
+    """Run until the plan's steps were measured, and another one left it as it was."""
+    true, before = step(net, Stash()), None
     for _ in range(steps):
         assert same(step(net, stash), true)
-        _ = stash.plan
-    return stash.plan
+        plan = stash.plan
+        if plan.measured is not None and before is not None and plan.predicted == before.predicted:
+            break
+        before = plan if plan.measured is not None else None
+    return plan
 
 
 def count(plan, name):
@@ -102,7 +108,6 @@ def test_a_plan_decides_how_many_run_again(memory, tmp_path):
     assert plan.state == "planned"
     assert 1 <= count(plan, "region") < LAYERS
     assert again[-1] == sum(each.nbytes for each in plan.regions) > 0
-    stash.close()
 
 
 def test_small_tensors_that_a_region_frees_are_in_the_trace(memory, tmp_path):
@@ -116,20 +121,19 @@ def test_small_tensors_that_a_region_frees_are_in_the_trace(memory, tmp_path):
                 state = state * state
             return super().forward(x) + state.sum()
 
-    options = {"budget": OTHER + SAVED // 2 + 8 * MIB, "min_bytes": "64KiB"}
-    net, stash = model(Small), memory(disk=tmp_path, **options)
+    net = model(Small, 3)
+    stash = memory(disk=tmp_path, budget=OTHER + 10 * MIB, min_bytes="64KiB")
     with stash.recompute(*net):
-        plan = settle(net, stash, steps=6)
+        plan = settle(net, stash, steps=5)
     assert plan.trace.regions
     first, *others = (each.small_bytes for each in plan.trace.regions)
     assert first == 0, "no gradient flows through what it makes of its input"
-    assert others == [4 * 16 * 512 * 4] * (LAYERS - 1)
+    assert others == [4 * 16 * 512 * 4] * 2
     assert (
         replace(plan.trace, regions=())
         != plan.trace
         == type(plan.trace).from_dict(plan.trace.as_dict())
     )
-    stash.close()
 
 
 def test_small_tensors_that_others_hold_are_not_counted_as_freed(memory, tmp_path):
@@ -144,29 +148,25 @@ def test_small_tensors_that_others_hold_are_not_counted_as_freed(memory, tmp_pat
             y = torch.sigmoid(x * 1.5)
             return super().forward(x.repeat(32, 1)) + (y * y).sum()
 
-    net = nn.Sequential(*(part for _ in range(LAYERS) for part in (Small(), Given())))
-    options = {"budget": OTHER + SAVED + 8 * MIB, "min_bytes": "64KiB"}
-    stash = memory(disk=tmp_path, **options)
+    net = nn.Sequential(*(part for _ in range(2) for part in (Small(), Given())))
+    stash = memory(disk=tmp_path, budget=OTHER + 12 * MIB, min_bytes="64KiB")
     with stash.recompute(*net):
-        plan = settle(net, stash, steps=6)
+        plan = settle(net, stash, steps=5)
     found = {each.name + str(each.index): each.small_bytes for each in plan.trace.regions}
-    assert {found[f"*{at}"] for at in range(0, 2 * LAYERS, 2)} == {0}, "the next one's input"
-    assert {found[f"*{at}"] for at in range(1, 2 * LAYERS, 2)} == {16 * 512 * 4}
-    stash.close()
+    assert {found[f"*{at}"] for at in (0, 2)} == {0}, "the next one's input"
+    assert {found[f"*{at}"] for at in (1, 3)} == {16 * 512 * 4}
 
 
 def test_what_a_replay_takes_is_measured(memory, tmp_path, monkeypatch):
     def slower(values, op, run=Values.run):
-        time.sleep(0.02)
+        time.sleep(0.01)
         run(values, op)
 
     monkeypatch.setattr(Values, "run", slower)
-    net, stash = model(), memory(budget=OTHER + SAVED // 2 + 8 * MIB, disk=tmp_path)
+    net, stash = model(layers=3), memory(budget=OTHER + 10 * MIB, disk=tmp_path)
     with stash.recompute(*net):
-        settle(net, stash, steps=6)
-        trace = stash.plan.trace
-        assert trace.regions and all(each.use_seconds >= 0.05 for each in trace.regions)
-    stash.close()
+        trace = settle(net, stash, steps=5).trace
+        assert trace.regions and all(each.use_seconds >= 0.03 for each in trace.regions)
 
 
 def test_what_a_replay_that_is_compared_leaves_free_is_not_the_step_s(
@@ -195,7 +195,6 @@ def test_what_a_replay_that_is_compared_leaves_free_is_not_the_step_s(
         assert held == [0] and compared
         assert max(each.other_bytes for each in stash.plan.trace.moments) < OTHER + 5 * MIB
         assert all(each.use_seconds > 0 for each in stash.plan.trace.regions)
-    stash.close()
 
 
 @takes_long
@@ -232,7 +231,6 @@ def test_gates_of_a_cell_are_freed_and_recomputed(memory, tmp_path):
             plan = stash.plan
     assert count(plan, "region") >= 1
     assert not any("runs again" in each for each in stash.stats().left)
-    stash.close()
 
 
 def test_what_fits_runs_once(memory, tmp_path):
@@ -241,7 +239,6 @@ def test_what_fits_runs_once(memory, tmp_path):
         plan = settle(net, stash)
     assert plan.state == "left alone" and count(plan, "region") == 0
     assert stash.stats().recomputed_bytes == 0
-    stash.close()
 
 
 def test_a_plan_with_regions_is_followed_from_a_file(memory, tmp_path):
@@ -273,7 +270,6 @@ def test_a_plan_with_regions_is_followed_from_a_file(memory, tmp_path):
             if number:  # in the first, each is tried first, and what it saves moves meanwhile
                 assert after.written_bytes == before.written_bytes
                 assert memory.peaks[0] <= budget
-    again.close()
 
 
 class Ends(nn.Module):
@@ -302,7 +298,6 @@ def test_what_something_outside_the_region_saves_too_is_not_freed(memory, tmp_pa
     assert memory.peaks[0] <= budget
     assert not limits, "no block of it was of a class that the plan does not know"
     assert sum(known.values()) == sum(len(each.group) > 0 for each in plan.trace.blocks)
-    stash.close()
 
 
 def test_runs_of_one_module_are_distinguished_by_their_turns(memory, tmp_path):
@@ -320,7 +315,6 @@ def test_runs_of_one_module_are_distinguished_by_their_turns(memory, tmp_path):
     assert plan.measured is not None, "a step under it saves what it says"
     kinds = [moment.kind for moment in plan.trace.moments]
     assert kinds.count("free") == kinds.count("save"), "each of the step, and of no other"
-    stash.close()
 
 
 class Separate(nn.Module):
@@ -349,7 +343,7 @@ def test_blocks_that_no_module_calls_are_numbered_again_in_each_turn(memory, tmp
 
     true = loss_of(Stash())
     with stash.recompute(*net):
-        for _ in range(12):
+        for _ in range(10):
             moved = stash.stats().written_bytes
             assert same(loss_of(stash), true)
             plan = stash.plan
@@ -361,7 +355,6 @@ def test_blocks_that_no_module_calls_are_numbered_again_in_each_turn(memory, tmp
         for each in plan.classes
     )
     assert stash.stats().written_bytes - moved == planned, "none that was to stay"
-    stash.close()
 
 
 @pytest.mark.parametrize("late", mostly_long([False, True], True))
@@ -376,7 +369,7 @@ def test_a_region_that_is_refused_moves_and_is_planned_for_without(
         if late:
             assert count(settle(net, stash), "region")
         monkeypatch.setattr(regions, "_reason_against", lambda: "of no reason")
-        for _ in range(10):
+        for _ in range(7):
             memory.peaks[0] = 0
             assert same(step(net, stash), true)
             plan = stash.plan
@@ -384,7 +377,6 @@ def test_a_region_that_is_refused_moves_and_is_planned_for_without(
     assert count(plan, "region") == 0, plan
     assert plan.state == "planned"
     assert "not recomputed: of no reason" in stash.stats().left
-    stash.close()
 
 
 @takes_long
@@ -400,7 +392,6 @@ def test_larger_steps_are_measured_with_none_run_again(memory, tmp_path):
     assert plan.state == "planned"
     assert sum(each.nbytes for each in plan.trace.blocks) >= 2 * SAVED
     assert count(plan, "region"), plan
-    stash.close()
 
 
 class Chance(nn.Module):
@@ -415,7 +406,7 @@ class Chance(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore::backstash.StashWarning")
-@pytest.mark.parametrize("seed", mostly_long(range(4), 0, 3))
+@pytest.mark.parametrize("seed", mostly_long(range(4), 0))
 def test_plans_that_change_at_every_step_are_exact(memory, tmp_path, monkeypatch, seed):
     draw = random.Random(seed)
 
@@ -450,14 +441,13 @@ def test_plans_that_change_at_every_step_are_exact(memory, tmp_path, monkeypatch
     torch.manual_seed(0)
     net, plain = model(Chance), model(Chance)
     plain.load_state_dict(net.state_dict())
-    draw_rows = [draw.randint(16, 256) for _ in range(16)]
+    draw_rows = [draw.randint(16, 256) for _ in range(12)]
     stash = memory(budget=OTHER + MIB, disk=tmp_path)
     with stash.recompute(*net):
         for number in range(len(draw_rows)):
             assert same(run(net, stash, number), run(plain, Stash(), number)), number
     assert stash.stats().recomputed_bytes
     assert stash.stats().blocks == 0
-    stash.close()
 
 
 def test_what_a_refused_region_saves_moves(memory, tmp_path):
@@ -469,7 +459,6 @@ def test_what_a_refused_region_saves_moves(memory, tmp_path):
     )
     for operation, beyond in (("erf #0 1 B", "disk"), ("sin #0 1 B", "keep")):
         assert [planner.follower._choose(operation) for _ in range(3)] == ["keep", beyond, beyond]
-    stash.close()
 
 
 def test_what_the_plan_does_not_know_runs_again_unless_it_was_measured():
@@ -543,10 +532,9 @@ def test_modules_that_take_a_gradient_in_their_forward(memory, tmp_path, options
     true = step(net, Stash())
     stash = memory(disk=tmp_path, **options)
     with stash.recompute(*net):
-        for number in range(10):
+        for number in range(7 if options else 2):
             assert same(step(net, stash), true), number
             _ = stash.plan
-    stash.close()
 
 
 class Block(nn.Module):
@@ -578,7 +566,7 @@ def test_modules_that_nobody_named_are_recomputed_where_not_everything_fits(
     net, budget = model(Block), OTHER + SAVED // 2 + 8 * MIB
     stash = memory(budget=budget, disk=tmp_path)
     true = step(net, Stash())
-    for number in range(14):
+    for number in range(10):
         before, memory.peaks[0] = stash.stats().recomputed_bytes, 0
         assert same(step(net, stash), true)
         assert memory.peaks[0] <= budget * 1.02, number
@@ -617,12 +605,11 @@ def test_blocks_that_the_program_calls_itself_are_found(memory, tmp_path, only_r
     net, budget = Several(model(Block)), OTHER + SAVED // 2 + 8 * MIB
     stash = memory(budget=budget, disk=tmp_path)
     true = step(net, Stash())
-    for _ in range(14):
+    for _ in range(6):
         assert same(step(net, stash), true)
         plan = stash.plan
     assert 1 <= count(plan, "region") < LAYERS
     assert stash.stats().recomputed_bytes
-    stash.close()
 
 
 class Drops(nn.Module):
@@ -638,16 +625,15 @@ class Drops(nn.Module):
 
 def test_what_is_packed_late_belongs_to_the_module_that_saved_it(memory, tmp_path):
     """Or a plan would not know it in a forward that is not recorded."""
-    net = model(Drops)
-    stash = memory(budget=OTHER + 4 * SAVED // 5, disk=tmp_path)
+    net = model(Drops, 4)
+    stash = memory(budget=OTHER + 2 * SAVED // 5, disk=tmp_path)
     with stash.recompute(*net):
-        for _ in range(12):
+        for _ in range(9):
             step(net, stash)
             _ = stash.plan
     noise = [each.group for each in stash.plan.trace.blocks if ".dropout no op" in each.group]
-    assert len(noise) == LAYERS
+    assert len(noise) == 4
     assert not stash._planner._shape.is_unknown
-    stash.close()
 
 
 def test_a_root_is_chosen_before_what_is_in_it():
@@ -673,7 +659,6 @@ def test_no_module_gets_hooks_where_none_needs_to_be_recomputed(memory, tmp_path
         assert bool(net[0]._forward_pre_hooks) is named
         _ = stash.plan
     assert not stash.plan.regions or named
-    stash.close()
 
 
 def test_the_hooks_go_where_the_plan_recomputes_no_module(memory, tmp_path, monkeypatch):
@@ -689,7 +674,6 @@ def test_the_hooks_go_where_the_plan_recomputes_no_module(memory, tmp_path, monk
         _ = stash.plan
     assert had[0] == 2 and not had[-1]
     assert stash.plan.state == "planned"
-    stash.close()
 
 
 @pytest.mark.parametrize("changes", [range(8), range(6, 8)])
@@ -723,7 +707,6 @@ def test_what_plain_pytorch_does_not_save_may_change_before_backward(memory, tmp
     found = {each.index for each in stash.plan.trace.regions}
     assert found >= {1, 2, 3, 4, 5, 6, 7}  # in the third from the sum on, which is held
     assert any("does not save" in reason for reason in stash.stats().left)
-    stash.close()
 
 
 def test_modules_that_were_found_are_let_alone_outside_of_the_stash_s_contexts(
@@ -789,7 +772,6 @@ def test_a_forward_leaves_nothing_to_the_garbage_collector(is_found, memory, tmp
                 assert begun and not any(each() for each in begun)
         finally:
             gc.enable()
-    stash.close()
 
 
 def test_the_program_s_hooks_around_a_module_that_begins_a_plan(
@@ -819,7 +801,6 @@ def test_the_program_s_hooks_around_a_module_that_begins_a_plan(
     assert current_pair() is None and len(stopped) == 1
     loss.backward()
     assert not hooks_of_all_modules() and not found_modules._ending
-    stash.close()
 
 
 def test_a_scripted_module_in_a_model_that_is_planned_for(tmp_path):

@@ -1,0 +1,63 @@
+"""Choices that were measured are planned again where they keep the budget and take less time."""
+
+from backstash._budget.solving import Kept, Solving
+from backstash._plan.simulate import Windows
+from backstash._plan.solve import follow
+from backstash._plan.trace import Links, Moment, Option, Trace, TracedBlock
+from counted_memory import MIB
+
+
+def two():
+    option = {"keep": Option(MIB), "disk": Option(0, 0.5, 0, MIB)}
+    return tuple(TracedBlock("", MIB, dict(option)) for _ in range(2))
+
+
+MOMENTS = tuple(Moment(*each, 0.1, MIB) for each in (("save", 0), ("save", 1), ("use", 1)))
+
+
+def test_what_was_measured_of_other_steps_is_no_choice():
+    def solved(blocks, *, is_near=False, target=2 * MIB, choice="disk", rate=1.0):
+        trace = Trace(blocks, MOMENTS, Links(rate, rate))
+        solving = Solving((8 * MIB, 8 * MIB), {})
+        windows = Windows(8 * MIB, 8 * MIB)
+        solving.keep(Kept(known, (choice,) * 2, windows, 2 * MIB, is_near))
+        solving.begin(trace, target, allowed=["keep", "disk"])
+        solving.wait()
+        return solving.found[1]
+
+    known = two()
+    assert solved(known).fits and solved(known, is_near=True).fits
+    assert not solved(two()).fits and not solved(two(), is_near=True).fits
+    for is_near in (False, True):
+        found = solved(known, is_near=is_near, target=3 * MIB - 1, choice="keep", rate=1e8)
+        assert found.fits and (found.choices == ("keep",) * 2) != is_near, "moving one takes longer"
+
+
+def test_measured_choices_that_move_more_in_the_same_time_are_not_planned_again():
+    """Less than a hundredth of a step's time is what no step repeats, and no reason to move twice as much."""
+    options = {"keep": Option(MIB), "disk": Option(0, 0, 0, MIB)}
+    blocks = tuple(TracedBlock("", MIB, dict(options)) for _ in range(2))
+    moments = (("save", 0), ("save", 1), ("use", 1), ("free", 1), ("use", 0), ("free", 0))
+    trace = Trace(blocks, tuple(Moment(*each, 0.1, MIB) for each in moments), Links(5e8, 5e8))
+    hidden = Windows(8 * MIB, 8 * MIB)
+    everything = follow(trace, ("disk",) * 2, hidden, allowed=["keep", "disk"])
+    one = follow(trace, ("disk", "keep"), Windows(0, 0), allowed=["keep", "disk"])
+    assert 0.99 < everything.forecast.step_seconds / one.forecast.step_seconds < 1
+    solving = Solving((0, 0), {})
+    solving.keep(Kept(blocks, ("disk",) * 2, hidden, 2 * MIB, False))
+    solving.begin(trace, 2 * MIB, allowed=["keep", "disk"])
+    solving.wait()
+    assert solving.found[1].choices == ("disk", "keep")
+
+
+def test_choices_that_held_more_later_are_given_up_with_all_others():
+    """The process has grown since they were measured."""
+    blocks, windows = two(), Windows(8 * MIB, 8 * MIB)
+    for given_up, fits in ((("pack", "pack"), True), (("disk", "disk"), False)):
+        solving = Solving((8 * MIB, 8 * MIB), {})
+        for choices in (("disk", "disk"), ("disk", "keep")):
+            solving.keep(Kept(blocks, choices, windows, 2 * MIB, False))
+        solving.give_up(given_up)
+        solving.begin(Trace(blocks, MOMENTS, Links(1.0, 1.0)), 2 * MIB, allowed=["keep", "disk"])
+        solving.wait()
+        assert solving.found[1].fits is fits, "those were not known to keep it"
