@@ -320,7 +320,8 @@ class Plan:
         lines = [f"plan within {format_bytes(self.budget_bytes)}{of}: {_STATES[self.state]}"]
         if self.smallest_budget_bytes is not None and self.state == "too small":
             lines[0] += (
-                f"; the smallest that can be kept is {format_bytes(self.smallest_budget_bytes)}"
+                "; the smallest that can be kept is, by an estimate, "
+                f"{format_bytes(self.smallest_budget_bytes)}"
             )
         for name in ("predicted", "measured"):
             figures: StepFigures | None = getattr(self, name)

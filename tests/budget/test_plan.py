@@ -847,6 +847,7 @@ def test_a_correction_that_went_too_far_is_not_made_again(memory, tmp_path):
         _ = stash.plan
         over.append(memory.peaks[0] > budget)
     assert sum(over[10:]) <= 2, "once more where a busy machine made steps take longer"
+    stash.close()
 
 
 def test_what_fits_but_for_what_moving_takes_is_left_in_place_in_the_end(memory, tmp_path):
@@ -865,6 +866,7 @@ def test_what_fits_but_for_what_moving_takes_is_left_in_place_in_the_end(memory,
     assert "planned" in states and states[-1] == "left alone"
     assert memory.peaks[0] <= budget
     assert OTHER + SAVED <= stash.plan.predicted.peak_bytes <= budget
+    stash.close()
 
 
 def test_a_budget_that_is_kept_is_not_too_small(memory, tmp_path):
@@ -883,6 +885,7 @@ def test_a_budget_that_is_kept_is_not_too_small(memory, tmp_path):
         assert (plan.state == "planned") == (plan.smallest_budget_bytes is None)
     assert plan.state == "planned" and memory.peaks[0] <= budget
     assert "too small" not in str(plan)
+    stash.close()
 
 
 def test_choices_that_were_measured_to_keep_the_budget_are_not_ruled_out(memory, tmp_path):
@@ -914,6 +917,7 @@ def test_choices_that_were_measured_to_keep_the_budget_are_not_ruled_out(memory,
         assert memory.peaks[0] <= budget
         always[0] = True
         assert settle(net, stash, steps=20).state == "too small"
+    stash.close()
 
 
 def test_choices_that_came_near_the_budget_are_for_where_nothing_else_fits(

@@ -902,8 +902,8 @@ class Planner(Controller):
         self._plain = plan.plain
         if plan.state == "too small" and (is_first or self._reports.is_too_small):
             self._reports.warn_too_small(
-                f"the smallest that this step can keep is {format_bytes(self._smallest_bytes)}, with "
-                "everything moved or recomputed that can be"
+                f"the smallest that this step can keep is {format_bytes(self._smallest_bytes)}, by an "
+                "estimate with everything moved or recomputed that can be"
             )
         at_start = trace.moments[0].other_bytes if trace.moments else 0
         is_left = self.follower.is_left
