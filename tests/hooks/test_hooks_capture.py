@@ -333,3 +333,15 @@ def test_hooks_on_inputs_hold_none_of_a_call_that_raised(
         layer(torch.ones(1, 3, requires_grad=True)).sum().backward()
         gc.collect()
         assert gone() is None
+
+
+def test_the_last_call_is_kept_whatever_it_returns() -> None:
+    class Changing(nn.Module):
+        def forward(self, x: torch.Tensor, pair: bool) -> torch.Tensor | tuple[torch.Tensor, ...]:
+            return (x, x + 1) if pair else x
+
+    model = Changing()
+    with capture(model, "") as got:
+        model(torch.zeros(1), False)
+        model(torch.ones(1), True)
+    assert [each.item() for each in got[""].output] == [1, 2]

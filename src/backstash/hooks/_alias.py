@@ -18,7 +18,7 @@ from .._torch.versions import version_of
 from ._registration import Registration
 from ._tree import map_leaves, tensors_in
 
-__all__ = ["InputUses", "own_output"]
+__all__ = ["GradHook", "InputUses", "own_output"]
 
 GradHook = Callable[[torch.Tensor], Any]
 

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from .._torch.engine import in_backward
 from ..errors import UsageError
 from ._cell import Calls, Captured, Cell, Wanted
 from ._compiled import warn_if_compiled
@@ -20,7 +19,7 @@ from ._gradients import Keep
 from ._handle import Handle
 from ._names import Names, near, select
 from ._paths import Site, walk
-from ._registration import HookRecord, Make, Registration
+from ._registration import Registration
 
 __all__ = ["Capture", "capture"]
 
@@ -243,76 +242,42 @@ class _Actions:
 def _attach(registration: Registration, site: Site, actions: _Actions, wanted: Wanted) -> None:
     """Register the hooks that capturing and editing one module needs, and no more."""
     cell = actions.cell
-    only_last_output = wanted.outputs and not (wanted.inputs or wanted.grads)
-    plain = only_last_output and wanted.calls == "last" and wanted.keep.plain
-    if cell is not None and plain and not (actions.stopper or actions.outputs or actions.inputs):
-        registration.forward(site, _last_output(cell))
-        return
     enters = cell is not None and wanted.inputs
     if actions.inputs or enters:
-        registration.forward_pre(site, _inputs(cell if wanted.inputs else None, actions.inputs))
+        registration.forward_pre(site, _begin(cell if enters else None, actions.inputs))
     if cell is not None or actions.outputs:
-        registration.forward(site, _outputs(actions), with_kwargs=True, always_call=enters)
+        registration.forward(site, _end(actions), always_call=enters)
 
 
-def _last_output(cell: Cell) -> Make:
-    """Return the hook for a capture of the last output only, as cheap as a hand-written hook."""
+def _begin(cell: Cell | None, edits: Sequence[Change]) -> Callable[..., tuple[Any, Any]]:
+    def hook(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        for edit in edits:
+            value = first_of(args, kwargs)
+            new = edit(value, value)
+            if new is not None:
+                args, kwargs = with_first(new, args, kwargs)
+        return (args, kwargs) if cell is None else cell.enter(args, kwargs)
 
-    def make(record: HookRecord) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            record.fired += 1
-            if in_backward():
-                return  # a checkpoint calls it again
-            if type(output) is not Tensor:
-                cell.leave(output)
-                return
-            try:
-                cell.quick = (output.detach(), output._version)
-            except RuntimeError:  # an inference tensor has no version
-                cell.quick = (output.detach(), None)
-
-        return hook
-
-    return make
+    return hook
 
 
-def _inputs(cell: Cell | None, edits: Sequence[Change]) -> Make:
-    def make(record: HookRecord) -> Callable[..., tuple[Any, Any]]:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-            record.fired += 1
-            for edit in edits:
-                value = first_of(args, kwargs)
-                new = edit(value, value)
-                if new is not None:
-                    args, kwargs = with_first(new, args, kwargs)
-            return (args, kwargs) if cell is None else cell.enter(args, kwargs)
-
-        return hook
-
-    return make
-
-
-def _outputs(actions: _Actions) -> Make:
+def _end(actions: _Actions) -> Callable[..., Any]:
     cell, edits, stopper = actions.cell, actions.outputs, actions.stopper
 
-    def make(record: HookRecord) -> Callable[..., Any]:
-        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-            if cell is not None and cell.has_failed():
-                return None
-            record.fired += 1
-            given = output
-            for edit in edits:
-                new = edit(output, first_of(args, kwargs))
-                output = output if new is None else new
-            if cell is not None:
-                output = cell.leave(output, (args, kwargs))
-                if stopper is not None:
-                    stopper.called(cell.path)
-            return None if output is given else output
+    def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        if cell is not None and cell.has_failed():
+            return None
+        given = output
+        for edit in edits:
+            new = edit(output, first_of(args, kwargs))
+            output = output if new is None else new
+        if cell is not None:
+            output = cell.leave(output, (args, kwargs))
+            if stopper is not None:
+                stopper.called(cell.path)
+        return None if output is given else output
 
-        return hook
-
-    return make
+    return hook
 
 
 class StopForward(BaseException):

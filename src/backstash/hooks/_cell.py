@@ -7,8 +7,6 @@ import threading
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
-
 from .._torch.engine import in_backward
 from ._alias import InputUses, own_output
 from ._edits import first_of
@@ -158,13 +156,10 @@ class Cell:
         "_seen",
         "_wanted",
         "path",
-        "quick",
     )
 
     def __init__(self, path: str, wanted: Wanted, registration: Registration) -> None:
         self.path = path
-        self.quick: tuple[torch.Tensor, int | None] | None = None
-        """The last output and its version, in a capture of the last output alone."""
         self._wanted = wanted
         self._registration = registration
         self._grad_record = registration.record("grad", path) if wanted.grads else None
@@ -175,16 +170,10 @@ class Cell:
     @property
     def captured(self) -> Captured | None:
         """The calls kept so far; ``None`` before the first."""
-        if self.quick is not None:
-            kept, version = self.quick
-            call = CapturedCall(self.path)
-            call._output = ValueSnapshot(kept, ((kept, version),))
-            return Captured(self.path, (call,))
         return Captured(self.path, tuple(self._calls)) if self._calls else None
 
     def clear(self) -> None:
         """Forget every call."""
-        self.quick = None
         self._calls.clear()
         self._open.clear()
         self._seen = 0

@@ -85,10 +85,12 @@ class BackwardClock:
         self.backwards = 0
         """How many backwards have begun."""
         self.running = False
-        """Whether such a backward is running. Hooks check this before they call ``begin``."""
+        """Whether such a backward is running."""
 
     def begin(self) -> None:
         """Record that a backward runs, if no hook has done so yet. Called from inside a hook."""
+        if self.running:
+            return
         with self._lock:
             if self.running:
                 return

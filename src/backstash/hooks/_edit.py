@@ -18,7 +18,7 @@ from ._handle import GradientHooks
 from ._names import Selector, Target, named_tensors, near, select, select_tensors
 from ._on_gradient import on_inputs, on_outputs, on_tensor
 from ._paths import Site
-from ._registration import HookRecord, Make, Registration
+from ._registration import Registration
 
 __all__ = ["edit_gradients"]
 
@@ -96,27 +96,23 @@ def edit_gradients(
 def _register(registration: Registration, edited: list[_EditedGradient], model: Target) -> None:
     sharded = fsdp2_parameters(model)
     for each in edited:
-        make = _make(each.edit, each.path)
+        hook = _hook(each.edit, each.path)
         if each.tensor is not None:
             late = id(each.tensor) in sharded
-            on_tensor(registration, each.path, each.tensor, make, sharded=late)
+            on_tensor(registration, each.path, each.tensor, hook, sharded=late)
         elif each.site is not None:
             put = on_inputs if each.inputs else on_outputs
-            put(registration, each.site, make)
+            put(registration, each.site, hook)
     if isinstance(model, nn.Module):
         sites = [each.site for each in edited if each.site is not None]
         warn_if_compiled(model, sites, owner="edit_gradients")
 
 
-def _make(edit: GradientEdit, path: str) -> Make:
-    def make(record: HookRecord) -> Callable[[torch.Tensor], torch.Tensor | None]:
-        def hook(gradient: torch.Tensor) -> torch.Tensor | None:
-            record.fired += 1
-            return _checked(edit(gradient), gradient, path)
+def _hook(edit: GradientEdit, path: str) -> GradientEdit:
+    def hook(gradient: torch.Tensor) -> torch.Tensor | None:
+        return _checked(edit(gradient), gradient, path)
 
-        return hook
-
-    return make
+    return hook
 
 
 def _checked(new: Any, old: torch.Tensor, path: str) -> torch.Tensor | None:

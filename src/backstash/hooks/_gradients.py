@@ -52,11 +52,6 @@ class Keep:
     clone: bool
     device: torch.device | None
 
-    @property
-    def plain(self) -> bool:
-        """Whether a tensor is kept by ``detach()`` and nothing else."""
-        return self.detach and not self.clone and self.device is None
-
     def snapshot(self, value: Any) -> ValueSnapshot:
         """Keep a value, and record the versions of the tensors that still share its memory."""
         marks: list[tuple[torch.Tensor, int | None]] = []

@@ -18,7 +18,7 @@ from ._handle import Handle
 from ._names import Names, select
 from ._on_gradient import on_inputs, on_outputs
 from ._paths import Site, unwrap
-from ._registration import HookRecord, Make, Registration
+from ._registration import Registration
 from ._sinks import Sink, open_sink
 
 __all__ = ["NonFiniteSearch", "find_nonfinite"]
@@ -146,55 +146,37 @@ class _Search:
         elif raising:
             raise NonFiniteError(str(finding))
 
-    def _begin(self, site: Site) -> Make:
-        def make(record: HookRecord) -> Callable[..., None]:
-            def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-                record.fired += 1
-                if in_backward():
-                    return
-                if site.module is self._root:
-                    self._forward.clear()
-                self._forward.see("input", site, (args, kwargs))
+    def _begin(self, site: Site) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if in_backward():
+                return
+            if site.module is self._root:
+                self._forward.clear()
+            self._forward.see("input", site, (args, kwargs))
 
-            return hook
+        return hook
 
-        return make
+    def _end(self, site: Site) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if in_backward():
+                return
+            self._forward.see("output", site, output)
+            if site.module is self._root:
+                self._judge(self._forward)
 
-    def _end(self, site: Site) -> Make:
-        def make(record: HookRecord) -> Callable[..., None]:
-            def hook(module: nn.Module, args: Any, output: Any) -> None:
-                record.fired += 1
-                if in_backward():
-                    return
-                self._forward.see("output", site, output)
-                if site.module is self._root:
-                    self._judge(self._forward)
+        return hook
 
-            return hook
+    def _gradient(self, kind: Kind, site: Site) -> Callable[[torch.Tensor], None]:
+        def hook(gradient: torch.Tensor) -> None:
+            self._clock.begin()
+            self._backward.see(kind, site, gradient)
 
-        return make
+        return hook
 
-    def _gradient(self, kind: Kind, site: Site) -> Make:
-        def make(record: HookRecord) -> Callable[[torch.Tensor], None]:
-            def hook(gradient: torch.Tensor) -> None:
-                record.fired += 1
-                if not self._clock.running:
-                    self._clock.begin()
-                self._backward.see(kind, site, gradient)
+    def _accumulated(self, site: Site) -> Callable[[torch.Tensor], None]:
+        def hook(parameter: torch.Tensor) -> None:
+            self._clock.begin()
+            if parameter.grad is not None:
+                self._backward.see("parameter gradient", site, parameter.grad)
 
-            return hook
-
-        return make
-
-    def _accumulated(self, site: Site) -> Make:
-        def make(record: HookRecord) -> Callable[[torch.Tensor], None]:
-            def hook(parameter: torch.Tensor) -> None:
-                record.fired += 1
-                if not self._clock.running:
-                    self._clock.begin()
-                if parameter.grad is not None:
-                    self._backward.see("parameter gradient", site, parameter.grad)
-
-            return hook
-
-        return make
+        return hook

@@ -1,7 +1,7 @@
 """Hooks that are registered together and removed together.
 
-Each hook function has its :class:`HookRecord` as an attribute. With it ``hooks_on`` recognizes the hooks of
-this package, and a handle knows which of its hooks never fired.
+Each hook function counts its calls in a :class:`HookRecord`, which it has as an attribute. With it ``hooks_on``
+recognizes the hooks of this package, and a handle knows which of its hooks never fired.
 """
 
 from __future__ import annotations
@@ -10,15 +10,17 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from types import FrameType
 from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from .._torch.hook_dicts import plain_function
 from ._paths import Site
 
-__all__ = ["HookRecord", "Make", "Registration", "caller", "record_of"]
+__all__ = ["HookRecord", "Registration", "caller", "record_of"]
 
 _ATTRIBUTE = "__backstash_record__"
 
@@ -37,9 +39,6 @@ class HookRecord:
         self.fired = 0
 
 
-Make = Callable[[HookRecord], Callable[..., Any]]
-
-
 def record_of(function: object) -> HookRecord | None:
     """Return the record of a hook function of this package; ``None`` for other functions."""
     return getattr(function, _ATTRIBUTE, None)
@@ -56,7 +55,7 @@ def caller() -> tuple[FrameType, int]:
 
 
 class Registration:
-    """The hooks of one handle. Each ``make`` takes the hook's record and returns the hook function."""
+    """The hooks of one handle."""
 
     __slots__ = (
         "_graph_hooks",
@@ -88,48 +87,42 @@ class Registration:
             raise
 
     def record(self, kind: str, path: str) -> HookRecord:
-        """Add a record without a hook. Hooks that each forward registers again keep its count."""
+        """Add a record without a hook. Its owner counts."""
         made = HookRecord(kind, path, self.owner, self.registered_at, self.since)
         self.records.append(made)
         return made
 
-    def _made(self, kind: str, path: str, make: Make) -> Callable[..., Any]:
-        record = HookRecord(kind, path, self.owner, self.registered_at, self.since)
-        hook = make(record)
-        setattr(hook, _ATTRIBUTE, record)
-        self.records.append(record)
-        return hook
+    def counted(self, kind: str, path: str, hook: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``hook`` as a function that counts its calls in a new record."""
+        record = self.record(kind, path)
 
-    def forward(
-        self,
-        site: Site,
-        make: Make,
-        *,
-        counts: str = "forward",
-        with_kwargs: bool = False,
-        always_call: bool = False,
-    ) -> None:
-        """Register a forward hook on a module; ``counts`` says in words what its record counts."""
-        hook = self._made(counts, site.path, make)
-        self._hooks.append(
-            site.module.register_forward_hook(
-                hook, with_kwargs=with_kwargs, always_call=always_call
-            )
-        )
+        @wraps(plain_function(hook))
+        def counting(*args: Any) -> Any:
+            record.fired += 1
+            return hook(*args)
 
-    def forward_pre(self, site: Site, make: Make, *, counts: str = "forward pre") -> None:
+        setattr(counting, _ATTRIBUTE, record)
+        return counting
+
+    def forward(self, site: Site, hook: Callable[..., Any], *, always_call: bool = False) -> None:
+        """Register a forward hook on a module; it gets the keyword inputs too."""
+        hook = self.counted("forward", site.path, hook)
+        register = site.module.register_forward_hook
+        self._hooks.append(register(hook, with_kwargs=True, always_call=always_call))
+
+    def forward_pre(self, site: Site, hook: Callable[..., Any]) -> None:
         """Register a forward pre-hook on a module; it gets the keyword inputs too."""
-        hook = self._made(counts, site.path, make)
+        hook = self.counted("forward pre", site.path, hook)
         self._hooks.append(site.module.register_forward_pre_hook(hook, with_kwargs=True))
 
-    def gradient(self, name: str, tensor: torch.Tensor, make: Make) -> None:
+    def gradient(self, name: str, tensor: torch.Tensor, hook: Callable[..., Any]) -> None:
         """Register a hook on a tensor's gradient, before it is accumulated."""
-        hook = self._made("gradient", name, make)
+        hook = self.counted("gradient", name, hook)
         self._hooks.append(tensor.register_hook(hook))  # type: ignore[no-untyped-call]
 
-    def accumulated(self, name: str, tensor: torch.Tensor, make: Make) -> None:
+    def accumulated(self, name: str, tensor: torch.Tensor, hook: Callable[..., Any]) -> None:
         """Register a hook on a leaf, after its ``.grad`` was accumulated."""
-        hook = self._made("accumulated gradient", name, make)
+        hook = self.counted("accumulated gradient", name, hook)
         self._hooks.append(tensor.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
     def activation(self, tensor: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> None:

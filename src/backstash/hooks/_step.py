@@ -17,7 +17,7 @@ from ._clock import BackwardClock
 from ._distributed import is_ddp
 from ._handle import Handle
 from ._names import select_tensors
-from ._registration import HookRecord, Make, Registration
+from ._registration import Registration
 
 __all__ = ["StepInBackward", "step_in_backward"]
 
@@ -229,27 +229,22 @@ class _Stepper:
             )
         self._stepped.add(path)
 
-    def hook(self, path: str) -> Make:
+    def hook(self, path: str) -> Callable[[torch.Tensor], None]:
         """Make the hook that steps the parameter at ``path``."""
         optimizer = self.optimizers[path]
         clock = self._clock
 
-        def make(record: HookRecord) -> Callable[[torch.Tensor], None]:
-            def hook(parameter: torch.Tensor) -> None:
-                record.fired += 1
-                if not clock.running:
-                    try:
-                        clock.begin()
-                    except UsageError:
-                        parameter.grad = None  # no later step may use it
-                        raise
-                self._begin_step(path)
-                optimizer.step()
-                parameter.grad = None
+        def hook(parameter: torch.Tensor) -> None:
+            try:
+                clock.begin()
+            except UsageError:
+                parameter.grad = None  # no later step may use it
+                raise
+            self._begin_step(path)
+            optimizer.step()
+            parameter.grad = None
 
-            return hook
-
-        return make
+        return hook
 
 
 _ALLOWED = ("accumulation", "clipping", "scaler")

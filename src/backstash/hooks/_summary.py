@@ -18,7 +18,7 @@ from .._torch.unchanged import unchanged
 from ..errors import UsageError
 from ..units import format_bytes
 from ._paths import Site, depth_of, walk
-from ._registration import HookRecord, Make, Registration
+from ._registration import Registration
 from ._tree import inputs_of, shapes_of
 
 __all__ = ["Summary", "SummaryRow", "summary"]
@@ -161,30 +161,21 @@ class _SummaryRows:
                 registration.forward_pre(site, self._begin(site.path))
                 registration.forward(site, self._end(site.path), always_call=True)
 
-    def _begin(self, path: str) -> Make:
-        def make(record: HookRecord) -> Callable[..., None]:
-            def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-                record.fired += 1
-                self._calls[path] = self._calls.get(path, 0) + 1
-                self._inputs[path] = inputs_of(args, kwargs)
-                self.saved.running.append(path)
+    def _begin(self, path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            self._calls[path] = self._calls.get(path, 0) + 1
+            self._inputs[path] = inputs_of(args, kwargs)
+            self.saved.running.append(path)
 
-            return hook
+        return hook
 
-        return make
-
-    def _end(self, path: str) -> Make:
-        def make(record: HookRecord) -> Callable[..., None]:
-            def hook(module: nn.Module, args: Any, output: Any) -> None:
-                if self.saved.running[-1:] != [path]:
-                    return  # another pre-hook raised before this call was recorded
-                record.fired += 1
+    def _end(self, path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if self.saved.running[-1:] == [path]:  # else another pre-hook raised before ours
                 self._outputs[path] = shapes_of(output)
                 self.saved.running.pop()
 
-            return hook
-
-        return make
+        return hook
 
     def made(self) -> Summary:
         """Return the summary of the forward that ran."""

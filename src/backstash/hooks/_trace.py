@@ -20,7 +20,7 @@ from ._compiled import warn_if_compiled
 from ._handle import Handle
 from ._names import Names, select
 from ._paths import Site, depth_of
-from ._registration import HookRecord, Make, Registration
+from ._registration import Registration
 from ._sinks import Sink, open_sink
 from ._tree import device_of, dtype_of, inputs_of, shapes_of
 
@@ -173,28 +173,20 @@ class _Stopwatch:
             torch.accelerator.synchronize()
         return time.perf_counter()
 
-    def _begin(self, site: Site) -> Make:
-        def make(record: HookRecord) -> Callable[..., None]:
-            def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-                record.fired += 1
-                # Described now: the module may change its inputs.
-                inputs = inputs_of(args, kwargs)
-                begun = _Begun(inputs, sys.exc_info()[1], self._now())
-                self._begun[threading.get_ident(), site.path].append(begun)
+    def _begin(self, site: Site) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            # Described now: the module may change its inputs.
+            inputs = inputs_of(args, kwargs)
+            begun = _Begun(inputs, sys.exc_info()[1], self._now())
+            self._begun[threading.get_ident(), site.path].append(begun)
 
-            return hook
+        return hook
 
-        return make
+    def _end(self, site: Site) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            self._emit(site, output)
 
-    def _end(self, site: Site) -> Make:
-        def make(record: HookRecord) -> Callable[..., None]:
-            def hook(module: nn.Module, args: Any, output: Any) -> None:
-                record.fired += 1
-                self._emit(site, output)
-
-            return hook
-
-        return make
+        return hook
 
     def _emit(self, site: Site, output: Any) -> None:
         now = self._now()

@@ -18,7 +18,7 @@ from ._handle import Handle
 from ._names import Names, Target, select, select_tensors
 from ._on_gradient import on_outputs
 from ._paths import Site
-from ._registration import HookRecord, Make, Registration
+from ._registration import Registration
 from ._sinks import Sink, open_sink
 from ._stats import Stats, StatsRow, fetch, row_of
 
@@ -246,42 +246,24 @@ class _Collector:
         self._order.append(site.path)
         on_outputs(registration, site, self._gradient(site.path))
 
-    def _gradient(self, name: str) -> Make:
-        clock = self._clock
+    def _gradient(self, name: str) -> Callable[[torch.Tensor], None]:
+        def hook(gradient: torch.Tensor) -> None:
+            self._clock.begin()
+            if self._measuring:
+                self._rows.setdefault(name, []).append(row_of(gradient))
 
-        def make(record: HookRecord) -> Callable[[torch.Tensor], None]:
-            def hook(gradient: torch.Tensor) -> None:
-                record.fired += 1
-                if not clock.running:
-                    clock.begin()
-                if self._measuring:
-                    self._rows.setdefault(name, []).append(row_of(gradient))
+        return hook
 
-            return hook
+    def _accumulated(self, name: str) -> Callable[[torch.Tensor], None]:
+        def hook(tensor: torch.Tensor) -> None:
+            self._clock.begin()
+            if self._measuring and self._at_end:
+                self._late[name] = tensor
+            elif self._measuring and tensor.grad is not None:
+                # A second accumulation in one backward holds the first: the newest row is the whole.
+                self._rows[name] = [row_of(tensor.grad)]
 
-        return make
-
-    def _accumulated(self, name: str) -> Make:
-        clock = self._clock
-
-        def make(record: HookRecord) -> Callable[[torch.Tensor], None]:
-            def hook(tensor: torch.Tensor) -> None:
-                record.fired += 1
-                if not clock.running:
-                    clock.begin()
-                if self._measuring:
-                    self._take(name, tensor)
-
-            return hook
-
-        return make
-
-    def _take(self, name: str, tensor: torch.Tensor) -> None:
-        if self._at_end:
-            self._late[name] = tensor
-        elif tensor.grad is not None:
-            # A second accumulation in one backward holds the first: the newest row is the whole.
-            self._rows[name] = [row_of(tensor.grad)]
+        return hook
 
     def _begin(self) -> None:
         self._rows = {}
