@@ -11,16 +11,16 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from types import FrameType
 from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from .._text import level_of_program
 from .._torch.hook_dicts import plain_function
 from ._paths import Site
 
-__all__ = ["HookRecord", "Registration", "caller", "record_of"]
+__all__ = ["HookRecord", "Registration", "record_of"]
 
 _ATTRIBUTE = "__backstash_record__"
 
@@ -44,16 +44,6 @@ def record_of(function: object) -> HookRecord | None:
     return getattr(function, _ATTRIBUTE, None)
 
 
-def caller() -> tuple[FrameType, int]:
-    """Return the nearest frame outside this package, and the ``stacklevel`` with which a warning names it."""
-    package = __name__.rpartition(".")[0]
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(package):
-        frame = frame.f_back
-        level += 1
-    return frame, level
-
-
 class Registration:
     """The hooks of one handle."""
 
@@ -69,7 +59,7 @@ class Registration:
 
     def __init__(self, owner: str) -> None:
         self.owner = owner
-        frame, _ = caller()
+        frame = sys._getframe(level_of_program() - 1)
         self.registered_at = f"{frame.f_code.co_filename}:{frame.f_lineno}"
         self.since = time.time()
         self.records: list[HookRecord] = []
