@@ -82,7 +82,7 @@ def find_nonfinite(
     ...     _ = model(torch.ones(1, 2))
     2 this module
     """
-    sites = select(model, _any if names is None else names)
+    sites = select(model, names)
     registration = Registration("find_nonfinite")
     sink = None if to is None else open_sink(to)
     search = _Search(model, sink, count_inf=inf)
@@ -95,10 +95,6 @@ def find_nonfinite(
         search.end(raising=False)
         raise
     return NonFiniteSearch(registration, search)
-
-
-def _any(path: str, module: nn.Module) -> bool:
-    return True
 
 
 class _Search:

@@ -171,7 +171,7 @@ def _register(
     registration: Registration, collector: _Collector, model: Target, per: str, names: Names | None
 ) -> None:
     if per == "module" and isinstance(model, nn.Module):
-        sites = select(model, _called if names is None else names)
+        sites = select(model, names)
         for site in sites:
             collector.watch_output(registration, site)
         warn_if_compiled(model, sites, owner="watch_gradients")
@@ -182,10 +182,6 @@ def _register(
         )
     for name, tensor in select_tensors(model, names).items():  # type: ignore[arg-type]
         collector.watch(registration, name, tensor)
-
-
-def _called(path: str, module: nn.Module) -> bool:
-    return True
 
 
 def _all_strings(names: Any) -> bool:
