@@ -345,3 +345,17 @@ def test_the_last_call_is_kept_whatever_it_returns() -> None:
         model(torch.zeros(1), False)
         model(torch.ones(1), True)
     assert [each.item() for each in got[""].output] == [1, 2]
+
+
+def test_a_call_that_another_pre_hook_refuses_is_none(chain: nn.Sequential) -> None:
+    def refuse(module: nn.Module, args: object) -> None:
+        raise ValueError("refused")
+
+    chain[0].register_forward_pre_hook(refuse)
+    with capture(chain, "0", inputs=True, edit=lambda y: y + 1) as got:
+        with pytest.raises(ValueError, match="refused"):
+            chain(torch.ones(5, 4))
+        assert list(got) == []
+        chain[0]._forward_pre_hooks.popitem(last=False)
+        chain(torch.ones(5, 4))
+    assert list(got) == ["0"]

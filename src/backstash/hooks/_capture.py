@@ -265,14 +265,15 @@ def _end(actions: _Actions) -> Callable[..., Any]:
     cell, edits, stopper = actions.cell, actions.outputs, actions.stopper
 
     def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        if cell is not None and cell.has_failed():
+        call = cell.end() if cell is not None else None
+        if cell is not None and call is None:
             return None
         given = output
         for edit in edits:
             new = edit(output, first_of(args, kwargs))
             output = output if new is None else new
-        if cell is not None:
-            output = cell.leave(output, (args, kwargs))
+        if cell is not None and call is not None:
+            output = cell.leave(call, output, (args, kwargs))
             if stopper is not None:
                 stopper.called(cell.path)
         return None if output is given else output

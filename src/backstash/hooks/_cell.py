@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-import threading
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from .._torch.engine import in_backward
 from ._alias import InputUses, own_output
+from ._calls import OpenCalls
 from ._edits import first_of
 from ._errors import NotCapturedError
 from ._gradients import Gradients, Keep, ValueSnapshot
@@ -24,9 +23,7 @@ class CapturedCall:
     :class:`backstash.errors.InplaceError` if a tensor in it was changed in place after its capture.
     """
 
-    __slots__ = (
-        "_handled", "_input_grads", "_input_uses", "_inputs", "_output", "_output_grads", "_path",
-    )  # fmt: skip
+    __slots__ = ("_input_grads", "_input_uses", "_inputs", "_output", "_output_grads", "_path")
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -35,7 +32,6 @@ class CapturedCall:
         self._output_grads: Gradients | None = None
         self._input_grads: Gradients | None = None
         self._input_uses: InputUses | None = None
-        self._handled: BaseException | None = None  # by the program, when the call began
 
     @property
     def output(self) -> Any:
@@ -165,7 +161,7 @@ class Cell:
         self._grad_record = registration.record("grad", path) if wanted.grads else None
         self._calls: list[CapturedCall] = []
         self._seen = 0
-        self._open: dict[int, list[CapturedCall]] = {}
+        self._open = OpenCalls[CapturedCall]()
 
     @property
     def captured(self) -> Captured | None:
@@ -175,13 +171,12 @@ class Cell:
     def clear(self) -> None:
         """Forget every call."""
         self._calls.clear()
-        self._open.clear()
+        self._open = OpenCalls()
         self._seen = 0
 
     def enter(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Record the inputs of a call that begins. Return the inputs to call the module with."""
         call = CapturedCall(self.path)
-        call._handled = sys.exc_info()[1]
         wanted = self._wanted
         if not in_backward():
             call._inputs = wanted.keep.snapshot((args, kwargs))
@@ -189,26 +184,20 @@ class Cell:
             call._input_grads = Gradients((args, kwargs), wanted.keep, self._grad_record)
             call._input_uses = InputUses(self._registration)
             args, kwargs = call._input_uses.begin((args, kwargs), call._input_grads.hook_of)
-        self._open.setdefault(threading.get_ident(), []).append(call)
+        self._open.begin(call)
         return args, kwargs
 
-    def has_failed(self) -> bool:
-        """Return whether the call that ends raised an error, and forget it then."""
-        opened = self._open.get(threading.get_ident())
-        if not opened or sys.exc_info()[1] is opened[-1]._handled:
-            return False
-        call = opened.pop()
-        if call._input_uses is not None:
+    def end(self) -> CapturedCall | None:
+        """Return the call that ends; ``None`` if it raised an error, or its begin was not recorded."""
+        if not self._wanted.inputs:
+            return CapturedCall(self.path)
+        call, failed = self._open.end()
+        if call is not None and call._input_uses is not None:
             call._input_uses.end()
-        return True
+        return None if failed else call
 
-    def leave(self, output: Any, inputs: Any = ()) -> Any:
-        """Record the output of a call that ends. Return the output to pass to the caller; ``inputs``: of the
-        call."""
-        opened = self._open.get(threading.get_ident())
-        call = opened.pop() if opened else CapturedCall(self.path)
-        if call._input_uses is not None:
-            call._input_uses.end()
+    def leave(self, call: CapturedCall, output: Any, inputs: Any) -> Any:
+        """Record the output of a call that has ended, which had these inputs. Return the output to pass on."""
         if self._grad_record is not None:
             output = own_output(output, inputs)
         if in_backward():

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import torch
 from torch import nn
 
 from ._alias import GradHook, InputUses, own_output
+from ._calls import OpenCalls
 from ._paths import Site
 from ._registration import Registration
 from ._tree import tensors_in
@@ -53,17 +53,17 @@ def on_outputs(registration: Registration, site: Site, hook: GradHook) -> None:
 def on_inputs(registration: Registration, site: Site, hook: GradHook) -> None:
     """Hook the gradients of the tensors that a module takes, as they come through this module alone."""
     gradient = registration.counted("input gradient", site.path, hook)
-    open_calls: dict[int, list[InputUses]] = {}
+    calls = OpenCalls[InputUses]()
 
     def begin(module: nn.Module, args: Any, kwargs: Any) -> Any:
         uses = InputUses(registration)
-        open_calls.setdefault(threading.get_ident(), []).append(uses)
+        calls.begin(uses)
         return uses.begin((args, kwargs), lambda _: gradient)
 
     def end(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        opened = open_calls.get(threading.get_ident())
-        if opened:
-            opened.pop().end()
+        uses, _ = calls.end()
+        if uses is not None:
+            uses.end()
 
     registration.forward_pre(site, begin)
     registration.forward(site, end, always_call=True)

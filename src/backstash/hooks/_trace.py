@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,6 +13,7 @@ from torch import nn
 from .._text import clean
 from .._torch.engine import in_backward
 from ..errors import UsageError
+from ._calls import OpenCalls
 from ._compiled import warn_if_compiled
 from ._handle import Handle
 from ._names import Names, select
@@ -80,11 +78,7 @@ def trace(
     """
     if depth is not None and (not isinstance(depth, int) or depth < 0):
         raise UsageError(f"depth={depth!r} is not a depth; allowed: an int, at least 0, or None")
-    sites = [
-        site
-        for site in select(model, _any if names is None else names)
-        if depth is None or depth_of(site.path) <= depth
-    ]
+    sites = [site for site in select(model, names) if depth is None or depth_of(site.path) <= depth]
     registration = Registration("trace")
     sink = open_sink(to)
     try:
@@ -97,10 +91,6 @@ def trace(
         sink.close()
         raise
     return CallTrace(registration, sink)
-
-
-def _any(path: str, module: nn.Module) -> bool:
-    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +140,6 @@ class _Begun:
     """A call that has not returned yet."""
 
     inputs: str
-    handling: BaseException | None
     began: float
 
 
@@ -160,41 +149,32 @@ class _Stopwatch:
     def __init__(self, sink: Sink, *, sync: bool) -> None:
         self._sink = sink
         self._sync = sync and torch.accelerator.is_available()
-        self._begun: dict[tuple[int, str], list[_Begun]] = defaultdict(list)
         self._count = 0
 
     def attach(self, registration: Registration, site: Site) -> None:
         """Hook the begin and the end of a module's calls, an end by an exception too."""
-        registration.forward_pre(site, self._begin(site))
-        registration.forward(site, self._end(site), always_call=True)
+        calls = OpenCalls[_Begun]()
+
+        def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
+            # Described now: the module may change its inputs.
+            inputs = inputs_of(args, kwargs)
+            calls.begin(_Begun(inputs, self._now()))
+
+        def end(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            now = self._now()
+            begun, failed = calls.end()
+            if begun is not None:
+                self._emit(site, begun, now, output, raised=failed and output is None)
+
+        registration.forward_pre(site, begin)
+        registration.forward(site, end, always_call=True)
 
     def _now(self) -> float:
         if self._sync:
             torch.accelerator.synchronize()
         return time.perf_counter()
 
-    def _begin(self, site: Site) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            # Described now: the module may change its inputs.
-            inputs = inputs_of(args, kwargs)
-            begun = _Begun(inputs, sys.exc_info()[1], self._now())
-            self._begun[threading.get_ident(), site.path].append(begun)
-
-        return hook
-
-    def _end(self, site: Site) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            self._emit(site, output)
-
-        return hook
-
-    def _emit(self, site: Site, output: Any) -> None:
-        now = self._now()
-        begun = self._begun[threading.get_ident(), site.path]
-        if not begun:
-            return
-        call = begun.pop()
-        raised = output is None and sys.exc_info()[1] is not call.handling
+    def _emit(self, site: Site, begun: _Begun, now: float, output: Any, *, raised: bool) -> None:
         again = in_backward()
         # torch ends a recomputation by an exception as soon as it has what it needs.
         unfinished = "ended early" if again else "raised"
@@ -203,11 +183,11 @@ class _Stopwatch:
             path=site.path,
             kind=type(site.module).__name__,
             depth=depth_of(site.path),
-            inputs=call.inputs,
+            inputs=begun.inputs,
             output=unfinished if raised else shapes_of(output),
             dtype=dtype_of(output),
             device=device_of(output),
-            seconds=now - call.began,
+            seconds=now - begun.began,
             recomputed=again,
         )
         self._count += 1
