@@ -49,8 +49,8 @@ class Registration:
 
     __slots__ = (
         "_graph_hooks",
-        "_hooks",
         "_prune_at",
+        "_undo",
         "owner",
         "records",
         "registered_at",
@@ -63,7 +63,7 @@ class Registration:
         self.registered_at = f"{frame.f_code.co_filename}:{frame.f_lineno}"
         self.since = time.time()
         self.records: list[HookRecord] = []
-        self._hooks: list[RemovableHandle] = []
+        self._undo: list[Callable[[], object]] = []
         self._graph_hooks: list[RemovableHandle] = []
         self._prune_at = 256
 
@@ -98,22 +98,22 @@ class Registration:
         """Register a forward hook on a module; it gets the keyword inputs too."""
         hook = self.counted("forward", site.path, hook)
         register = site.module.register_forward_hook
-        self._hooks.append(register(hook, with_kwargs=True, always_call=always_call))
+        self.on_remove(register(hook, with_kwargs=True, always_call=always_call).remove)
 
     def forward_pre(self, site: Site, hook: Callable[..., Any]) -> None:
         """Register a forward pre-hook on a module; it gets the keyword inputs too."""
         hook = self.counted("forward pre", site.path, hook)
-        self._hooks.append(site.module.register_forward_pre_hook(hook, with_kwargs=True))
+        self.on_remove(site.module.register_forward_pre_hook(hook, with_kwargs=True).remove)
 
     def gradient(self, name: str, tensor: torch.Tensor, hook: Callable[..., Any]) -> None:
         """Register a hook on a tensor's gradient, before it is accumulated."""
         hook = self.counted("gradient", name, hook)
-        self._hooks.append(tensor.register_hook(hook))  # type: ignore[no-untyped-call]
+        self.on_remove(tensor.register_hook(hook).remove)  # type: ignore[no-untyped-call]
 
     def accumulated(self, name: str, tensor: torch.Tensor, hook: Callable[..., Any]) -> None:
         """Register a hook on a leaf, after its ``.grad`` was accumulated."""
         hook = self.counted("accumulated gradient", name, hook)
-        self._hooks.append(tensor.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+        self.on_remove(tensor.register_post_accumulate_grad_hook(hook).remove)  # type: ignore[no-untyped-call]
 
     def activation(self, tensor: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> None:
         """Register a hook on the gradient of a graph's tensor; it goes with the graph or in :meth:`remove`."""
@@ -124,8 +124,13 @@ class Registration:
             self._prune_at = 256 + 2 * len(alive)
         handles.append(tensor.register_hook(hook))  # type: ignore[no-untyped-call]
 
+    def on_remove(self, undo: Callable[[], object]) -> None:
+        """Call ``undo()`` in :meth:`remove`; what was added last is called first."""
+        self._undo.append(undo)
+
     def remove(self) -> None:
         """Remove every hook of this registration and no other; calling it again does nothing."""
-        for hooks in (self._hooks, self._graph_hooks):
-            while hooks:
-                hooks.pop().remove()
+        while self._graph_hooks:
+            self._graph_hooks.pop().remove()
+        while self._undo:
+            self._undo.pop()()

@@ -25,20 +25,6 @@ from ._tree import device_of, dtype_of, inputs_of, shapes_of
 __all__ = ["CallTrace", "ModuleCall", "trace"]
 
 
-class CallTrace(Handle):
-    """The handle that :func:`trace` returns."""
-
-    __slots__ = ("_sink",)
-
-    def __init__(self, registration: Registration, sink: Sink) -> None:
-        super().__init__(registration, each=False)
-        self._sink = sink
-
-    def _finish(self, error: BaseException | None) -> bool:
-        self._sink.close()
-        return False
-
-
 def trace(
     model: nn.Module,
     *,
@@ -80,17 +66,12 @@ def trace(
         raise UsageError(f"depth={depth!r} is not a depth; allowed: an int, at least 0, or None")
     sites = [site for site in select(model, names) if depth is None or depth_of(site.path) <= depth]
     registration = Registration("trace")
-    sink = open_sink(to)
-    try:
-        with registration.all_or_none():
-            watch = _Stopwatch(sink, sync=sync)
-            for site in sites:
-                watch.attach(registration, site)
-            warn_if_compiled(model, sites, owner="trace")
-    except BaseException:
-        sink.close()
-        raise
-    return CallTrace(registration, sink)
+    with registration.all_or_none():
+        handle = CallTrace(registration, open_sink(to, registration), sync=sync)
+        for site in sites:
+            handle._attach(site)
+        warn_if_compiled(model, sites, owner="trace")
+    return handle
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,15 +124,18 @@ class _Begun:
     began: float
 
 
-class _Stopwatch:
-    """Times the calls of modules, on any thread, and emits a :class:`ModuleCall` for each."""
+class CallTrace(Handle):
+    """The handle that :func:`trace` returns."""
 
-    def __init__(self, sink: Sink, *, sync: bool) -> None:
-        self._sink = sink
+    __slots__ = ("_count", "_emit", "_sync")
+
+    def __init__(self, registration: Registration, sink: Sink, *, sync: bool) -> None:
+        super().__init__(registration, each=False)
+        self._emit = sink
         self._sync = sync and torch.accelerator.is_available()
         self._count = 0
 
-    def attach(self, registration: Registration, site: Site) -> None:
+    def _attach(self, site: Site) -> None:
         """Hook the begin and the end of a module's calls, an end by an exception too."""
         calls = OpenCalls[_Begun]()
 
@@ -164,17 +148,17 @@ class _Stopwatch:
             now = self._now()
             begun, failed = calls.end()
             if begun is not None:
-                self._emit(site, begun, now, output, raised=failed and output is None)
+                self._report(site, begun, now, output, raised=failed and output is None)
 
-        registration.forward_pre(site, begin)
-        registration.forward(site, end, always_call=True)
+        self._registration.forward_pre(site, begin)
+        self._registration.forward(site, end, always_call=True)
 
     def _now(self) -> float:
         if self._sync:
             torch.accelerator.synchronize()
         return time.perf_counter()
 
-    def _emit(self, site: Site, begun: _Begun, now: float, output: Any, *, raised: bool) -> None:
+    def _report(self, site: Site, begun: _Begun, now: float, output: Any, *, raised: bool) -> None:
         again = in_backward()
         # torch ends a recomputation by an exception as soon as it has what it needs.
         unfinished = "ended early" if again else "raised"
@@ -191,4 +175,4 @@ class _Stopwatch:
             recomputed=again,
         )
         self._count += 1
-        self._sink.emit(report)
+        self._emit(report)
