@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from ._errors import NoMatchError, NotCapturedError
 from ._gradients import Keep
 from ._handle import Handle
 from ._names import Names, near, select
-from ._paths import Site, walk
+from ._paths import walk
 from ._registration import Registration
 
 __all__ = ["Capture", "capture"]
@@ -175,8 +174,9 @@ def capture(
     >>> got["1"].output.shape, got["2"].grad.shape
     (torch.Size([5, 4]), torch.Size([5, 2]))
     """
-    edited = edit is not None or edit_inputs is not None
-    wanted = _wanted(inputs, outputs, grads, detach, clone, device, calls, stop, edited)
+    keep = Keep(detach, clone, None if device is None else torch.device(device))
+    wanted = Wanted(inputs, outputs, grads, calls, keep)
+    _check(wanted, stop=stop, edits=edit is not None or edit_inputs is not None)
     sites = select(model, names)
     outward = changes(model, sites, edit, "edit")
     inward = changes(model, sites, edit_inputs, "edit_inputs")
@@ -191,62 +191,32 @@ def capture(
             outs, ins = (
                 [c for s, c in found if id(s.module) == key] for found in (outward, inward)
             )
-            _attach(registration, site, _Actions(cells.get(key), outs, ins, stopper), wanted)
+            cell = cells.get(key)
+            enters = cell is not None and inputs
+            if enters or ins:
+                registration.forward_pre(site, _begin(cell if enters else None, ins))
+            if cell is not None or outs:
+                registration.forward(site, _end(cell, outs, stopper), always_call=enters)
         warn_if_compiled(model, targets.values(), owner="capture")
     return Capture(registration, model, cells, stopper)
 
 
-def _wanted(
-    inputs: bool,
-    outputs: bool,
-    grads: bool,
-    detach: bool,
-    clone: bool,
-    device: torch.device | str | None,
-    calls: Calls,
-    stop: bool,
-    edited: bool,
-) -> Wanted:
-    if not (inputs or outputs or grads or edited):
+def _check(wanted: Wanted, *, stop: bool, edits: bool) -> None:
+    """Raise if the arguments of ``capture`` contradict each other."""
+    if not (wanted.inputs or wanted.outputs or wanted.grads or edits):
         raise UsageError(
             "inputs, outputs and grads are all False; ask for one of them, or for edit="
         )
-    if calls not in ("last", "first", "all"):
-        raise UsageError(f'calls={calls!r} is not known; allowed: "last", "first", "all"')
-    if stop and calls == "all":
+    if wanted.calls not in ("last", "first", "all"):
+        raise UsageError(f'calls={wanted.calls!r} is not known; allowed: "last", "first", "all"')
+    if stop and wanted.calls == "all":
         raise UsageError(
             'stop=True ends the forward at the first calls; use calls="last" or stop=False'
         )
-    if stop and grads:
+    if stop and wanted.grads:
         raise UsageError(
             "stop=True leaves no output to run backward from; use grads=False or stop=False"
         )
-    keep = Keep(detach, clone, None if device is None else torch.device(device))
-    return Wanted(inputs, outputs, grads, calls, keep)
-
-
-@dataclass(frozen=True, slots=True)
-class _Actions:
-    """The actions of the hooks on one module."""
-
-    cell: Cell | None
-    """Collects the module's calls; ``None`` if it is edited and not captured."""
-    outputs: Sequence[Change]
-    """The edits of its output, in order."""
-    inputs: Sequence[Change]
-    """The edits of its first input, in order."""
-    stopper: _Stopper | None
-    """Ends the forward after the last captured module; ``None`` without ``stop=True``."""
-
-
-def _attach(registration: Registration, site: Site, actions: _Actions, wanted: Wanted) -> None:
-    """Register the hooks that capturing and editing one module needs, and no more."""
-    cell = actions.cell
-    enters = cell is not None and wanted.inputs
-    if actions.inputs or enters:
-        registration.forward_pre(site, _begin(cell if enters else None, actions.inputs))
-    if cell is not None or actions.outputs:
-        registration.forward(site, _end(actions), always_call=enters)
 
 
 def _begin(cell: Cell | None, edits: Sequence[Change]) -> Callable[..., tuple[Any, Any]]:
@@ -261,9 +231,9 @@ def _begin(cell: Cell | None, edits: Sequence[Change]) -> Callable[..., tuple[An
     return hook
 
 
-def _end(actions: _Actions) -> Callable[..., Any]:
-    cell, edits, stopper = actions.cell, actions.outputs, actions.stopper
-
+def _end(
+    cell: Cell | None, edits: Sequence[Change], stopper: _Stopper | None
+) -> Callable[..., Any]:
     def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         call = cell.end() if cell is not None else None
         if cell is not None and call is None:
