@@ -112,21 +112,25 @@ class ValuesSeen:
         seen, self._seen = self._seen, []
         if not seen:
             return None
-        stats, _ = fetch({str(index): item.rows for index, item in enumerate(seen)})
+        fetched, _ = fetch({str(index): item.rows for index, item in enumerate(seen)})
         step, self._step = self._step, self._step + 1
-        for index in range(len(seen)):
-            if self._bad(stats[str(index)]):
-                before = stats[str(index - 1)] if index else None
-                return self._finding(step, seen, index, stats[str(index)], before)
+        before: _Seen | None = None
+        stats_before: Stats | None = None
+        for index, item in enumerate(seen):
+            stats = fetched[str(index)]
+            if stats.nan or (self._count_inf and stats.inf):
+                return self._finding(step, item, stats, before, stats_before)
+            before, stats_before = item, stats
         return None
 
-    def _bad(self, stats: Stats) -> bool:
-        return bool(stats.nan or (self._count_inf and stats.inf))
-
     def _finding(
-        self, step: int, seen: list[_Seen], index: int, stats: Stats, before: Stats | None
+        self,
+        step: int,
+        item: _Seen,
+        stats: Stats,
+        before: _Seen | None,
+        stats_before: Stats | None,
     ) -> Finding:
-        item = seen[index]
         module = item.site.module
         return Finding(
             step=step,
@@ -134,9 +138,9 @@ class ValuesSeen:
             kind=item.kind,
             path=item.site.path,
             module=type(module).__name__,
-            made_by=_made_by(item, seen[index - 1] if index else None),
+            made_by=_made_by(item, before),
             stats=stats,
-            before=before,
+            before=stats_before,
             parameters=tuple(
                 name
                 for name, parameter in own_parameters(module)
