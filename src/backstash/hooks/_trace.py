@@ -116,14 +116,6 @@ class ModuleCall:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Begun:
-    """A call that has not returned yet."""
-
-    inputs: str
-    began: float
-
-
 class CallTrace(Handle):
     """The handle that :func:`trace` returns."""
 
@@ -137,18 +129,20 @@ class CallTrace(Handle):
 
     def _attach(self, site: Site) -> None:
         """Hook the begin and the end of a module's calls, an end by an exception too."""
-        calls = OpenCalls[_Begun]()
+        calls = OpenCalls[tuple[str, float]]()
 
         def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
             # Described now: the module may change its inputs.
             inputs = inputs_of(args, kwargs)
-            calls.begin(_Begun(inputs, self._now()))
+            calls.begin((inputs, self._now()))
 
         def end(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             now = self._now()
             begun, failed = calls.end()
             if begun is not None:
-                self._report(site, begun, now, output, raised=failed and output is None)
+                inputs, began = begun
+                raised = failed and output is None
+                self._report(site, inputs, output, seconds=now - began, raised=raised)
 
         self._registration.forward_pre(site, begin)
         self._registration.forward(site, end, always_call=True)
@@ -158,7 +152,9 @@ class CallTrace(Handle):
             torch.accelerator.synchronize()
         return time.perf_counter()
 
-    def _report(self, site: Site, begun: _Begun, now: float, output: Any, *, raised: bool) -> None:
+    def _report(
+        self, site: Site, inputs: str, output: Any, *, seconds: float, raised: bool
+    ) -> None:
         again = in_backward()
         # torch ends a recomputation by an exception as soon as it has what it needs.
         unfinished = "ended early" if again else "raised"
@@ -167,11 +163,11 @@ class CallTrace(Handle):
             path=site.path,
             kind=type(site.module).__name__,
             depth=depth_of(site.path),
-            inputs=begun.inputs,
+            inputs=inputs,
             output=unfinished if raised else shapes_of(output),
             dtype=dtype_of(output),
             device=device_of(output),
-            seconds=now - begun.began,
+            seconds=seconds,
             recomputed=again,
         )
         self._count += 1
