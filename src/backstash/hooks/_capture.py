@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,27 +26,22 @@ __all__ = ["Capture", "capture"]
 class Capture(Handle, Mapping[str, Captured]):
     """The handle that :func:`capture` returns: a mapping from the paths of called modules to what was kept."""
 
-    __slots__ = ("_aliases", "_cells", "_is_entered", "_model", "_stopper")
+    __slots__ = ("_aliases", "_cells", "_model", "_pending", "_stop", "_stops_on")
 
     def __init__(
-        self,
-        registration: Registration,
-        model: nn.Module,
-        cells: dict[int, Cell],
-        stopper: _Stopper | None,
+        self, registration: Registration, model: nn.Module, cells: dict[int, Cell], *, stop: bool
     ) -> None:
         super().__init__(registration)
         self._model = model
         self._cells = {cell.path: cell for cell in cells.values()}
         self._aliases = _aliases(model, cells)
-        self._stopper = stopper
-        self._is_entered = False
+        self._stop = stop and bool(cells)
+        self._pending: set[str] = set()  # the modules to be called before the forward ends
+        self._stops_on: int | None = None  # the thread that can catch what ends the forward
 
     def __enter__(self) -> Capture:
         super().__enter__()
-        self._is_entered = True
-        if self._stopper is not None:
-            self._stopper.arm()
+        self._arm(threading.get_ident())
         return self
 
     def run(self, *args: Any, **kwargs: Any) -> Capture:
@@ -56,20 +51,15 @@ class Capture(Handle, Mapping[str, Captured]):
         a whole loop.
         """
         self.clear()
-        if self._stopper is None:
-            self._model(*args, **kwargs)
-            return self
-        self._stopper.arm()
+        outside = self._stops_on
+        self._arm(threading.get_ident())
         try:
             self._model(*args, **kwargs)
         except StopForward as error:
-            if not self._stopper.raised(error):
+            if error.capture is not self:
                 raise
         finally:
-            if self._is_entered:  # then the block catches what ends a forward
-                self._stopper.arm()
-            else:
-                self._stopper.disarm()
+            self._arm(outside)
         return self
 
     def clear(self) -> None:
@@ -92,12 +82,23 @@ class Capture(Handle, Mapping[str, Captured]):
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
+    def _arm(self, thread: int | None) -> None:
+        """End the next forward on ``thread`` when every captured module was called; ``None``: on no thread."""
+        self._pending = set(self._cells)
+        self._stops_on = thread if self._stop else None
+
+    def _called(self, path: str) -> None:
+        """Record a call of the module at ``path``. Raise if it was the last one missing."""
+        # An exception on another thread would not reach the with block: replicas run to their end.
+        if self._stops_on != threading.get_ident():
+            return
+        self._pending.discard(path)
+        if not self._pending:
+            raise StopForward(self)
+
     def _finish(self, error: BaseException | None) -> bool:
-        self._is_entered = False
-        if self._stopper is None:
-            return False
-        self._stopper.disarm()
-        return self._stopper.raised(error)
+        self._arm(None)
+        return isinstance(error, StopForward) and error.capture is self
 
 
 def _aliases(model: nn.Module, cells: dict[int, Cell]) -> dict[str, Cell]:
@@ -182,11 +183,11 @@ def capture(
     inward = changes(model, sites, edit_inputs, "edit_inputs")
     registration = Registration("capture")
     cells = {id(site.module): Cell(site.path, wanted, registration) for site in sites}
-    stopper = _Stopper(site.path for site in sites) if stop and sites else None
     targets = {id(s.module): s for s in (*sites, *(s for s, _ in (*outward, *inward)))}
     if not targets:
         raise NoMatchError("names=[] selects nothing; name a module, or pass edit=")
     with registration.all_or_none():
+        handle = Capture(registration, model, cells, stop=stop)
         for key, site in targets.items():
             outs, ins = (
                 [c for s, c in found if id(s.module) == key] for found in (outward, inward)
@@ -196,9 +197,9 @@ def capture(
             if enters or ins:
                 registration.forward_pre(site, _begin(cell if enters else None, ins))
             if cell is not None or outs:
-                registration.forward(site, _end(cell, outs, stopper), always_call=enters)
+                registration.forward(site, _end(cell, outs, handle._called), always_call=enters)
         warn_if_compiled(model, targets.values(), owner="capture")
-    return Capture(registration, model, cells, stopper)
+    return handle
 
 
 def _check(wanted: Wanted, *, stop: bool, edits: bool) -> None:
@@ -232,7 +233,7 @@ def _begin(cell: Cell | None, edits: Sequence[Change]) -> Callable[..., tuple[An
 
 
 def _end(
-    cell: Cell | None, edits: Sequence[Change], stopper: _Stopper | None
+    cell: Cell | None, edits: Sequence[Change], called: Callable[[str], None]
 ) -> Callable[..., Any]:
     def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         call = cell.end() if cell is not None else None
@@ -244,8 +245,7 @@ def _end(
             output = output if new is None else new
         if cell is not None and call is not None:
             output = cell.leave(call, output, (args, kwargs))
-            if stopper is not None:
-                stopper.called(cell.path)
+            called(cell.path)
         return None if output is given else output
 
     return hook
@@ -257,39 +257,6 @@ class StopForward(BaseException):
     It is no ``Exception``, because models catch those.
     """
 
-    def __init__(self, stopper: _Stopper) -> None:
+    def __init__(self, capture: Capture) -> None:
         super().__init__("capture(stop=True) ended this forward; it should have been caught")
-        self.stopper = stopper
-
-
-class _Stopper:
-    """Raises :class:`StopForward` when every captured module was called, while the capture can catch it."""
-
-    __slots__ = ("_paths", "_pending", "_thread")
-
-    def __init__(self, paths: Iterable[str]) -> None:
-        self._paths = frozenset(paths)
-        self._pending = set(self._paths)
-        self._thread: int | None = None
-
-    def arm(self) -> None:
-        """End a forward on this thread, from now on, when every captured module was called."""
-        self._pending = set(self._paths)
-        self._thread = threading.get_ident()
-
-    def disarm(self) -> None:
-        """Let every forward run to its end from now on."""
-        self._thread = None
-
-    def called(self, path: str) -> None:
-        """Record a call of the module at ``path``. Raise if it was the last one missing."""
-        # An exception on another thread would not reach the with block: replicas run to their end.
-        if self._thread != threading.get_ident():
-            return
-        self._pending.discard(path)
-        if not self._pending:
-            raise StopForward(self)
-
-    def raised(self, error: BaseException | None) -> bool:
-        """Return whether this stopper raised ``error``."""
-        return isinstance(error, StopForward) and error.stopper is self
+        self.capture = capture
