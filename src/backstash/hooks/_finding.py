@@ -18,6 +18,7 @@ from ._tree import tensors_in
 __all__ = ["Finding", "Kind", "ValuesSeen"]
 
 
+Phase = Literal["forward", "backward"]
 Kind = Literal["input", "output", "output gradient", "input gradient", "parameter gradient"]
 
 
@@ -27,7 +28,7 @@ class Finding:
 
     step: int
     """Which forward or backward since the search began; the first is 0."""
-    phase: Literal["forward", "backward"]
+    phase: Phase
     """Which of the two it was."""
     kind: Kind
     """Which value of the module at ``path`` is not finite."""
@@ -74,9 +75,6 @@ class Finding:
         if self.parameters:
             lines.append(f"  not finite either: its {', '.join(self.parameters)}")
         return "\n".join(map(clean, lines))
-
-
-Phase = Literal["forward", "backward"]
 
 
 @dataclass(frozen=True, slots=True)
