@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from ..errors import UsageError
-from ._cell import Calls, Captured, Cell, Wanted
+from ._cell import Captured, Cell
 from ._compiled import warn_if_compiled
 from ._edits import Change, Edit, changes, first_of, with_first
 from ._errors import NoMatchError, NotCapturedError
-from ._gradients import Keep
+from ._gradients import Calls, Keep
 from ._handle import Handle
 from ._names import Names, near, select
 from ._paths import walk
@@ -175,14 +175,14 @@ def capture(
     >>> got["1"].output.shape, got["2"].grad.shape
     (torch.Size([5, 4]), torch.Size([5, 2]))
     """
-    keep = Keep(detach, clone, None if device is None else torch.device(device))
-    wanted = Wanted(inputs, outputs, grads, calls, keep)
-    _check(wanted, stop=stop, edits=edit is not None or edit_inputs is not None)
+    where = None if device is None else torch.device(device)
+    keep = Keep(inputs, outputs, grads, calls, detach, clone, where)
+    _check(keep, stop=stop, edits=edit is not None or edit_inputs is not None)
     sites = select(model, names)
     outward = changes(model, sites, edit, "edit")
     inward = changes(model, sites, edit_inputs, "edit_inputs")
     registration = Registration("capture")
-    cells = {id(site.module): Cell(site.path, wanted, registration) for site in sites}
+    cells = {id(site.module): Cell(site.path, keep, registration) for site in sites}
     targets = {id(s.module): s for s in (*sites, *(s for s, _ in (*outward, *inward)))}
     if not targets:
         raise NoMatchError("names=[] selects nothing; name a module, or pass edit=")
@@ -202,19 +202,19 @@ def capture(
     return handle
 
 
-def _check(wanted: Wanted, *, stop: bool, edits: bool) -> None:
+def _check(keep: Keep, *, stop: bool, edits: bool) -> None:
     """Raise if the arguments of ``capture`` contradict each other."""
-    if not (wanted.inputs or wanted.outputs or wanted.grads or edits):
+    if not (keep.inputs or keep.outputs or keep.grads or edits):
         raise UsageError(
             "inputs, outputs and grads are all False; ask for one of them, or for edit="
         )
-    if wanted.calls not in ("last", "first", "all"):
-        raise UsageError(f'calls={wanted.calls!r} is not known; allowed: "last", "first", "all"')
-    if stop and wanted.calls == "all":
+    if keep.calls not in ("last", "first", "all"):
+        raise UsageError(f'calls={keep.calls!r} is not known; allowed: "last", "first", "all"')
+    if stop and keep.calls == "all":
         raise UsageError(
             'stop=True ends the forward at the first calls; use calls="last" or stop=False'
         )
-    if stop and wanted.grads:
+    if stop and keep.grads:
         raise UsageError(
             "stop=True leaves no output to run backward from; use grads=False or stop=False"
         )

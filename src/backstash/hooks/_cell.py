@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from .._torch.engine import in_backward
 from ._alias import InputUses, own_output
@@ -13,7 +13,7 @@ from ._errors import NotCapturedError
 from ._gradients import Gradients, Keep, ValueSnapshot
 from ._registration import Registration
 
-__all__ = ["Calls", "Captured", "CapturedCall", "Cell", "RecordedCall", "Wanted"]
+__all__ = ["Captured", "CapturedCall", "Cell", "RecordedCall"]
 
 
 @dataclass(slots=True)
@@ -104,38 +104,24 @@ class Captured(CapturedCall):
         return f"Captured({self.path!r}, {len(self.calls)} call{'s' * (len(self.calls) != 1)})"
 
 
-Calls = Literal["last", "first", "all"]
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """The options of a capture that its cells need."""
-
-    inputs: bool
-    outputs: bool
-    grads: bool
-    calls: Calls
-    keep: Keep
-
-
 class Cell:
     """Collects the calls of one captured module: the first, the last or all of them."""
 
     __slots__ = (
         "_calls",
         "_grad_record",
+        "_keep",
         "_open",
         "_registration",
         "_seen",
-        "_wanted",
         "path",
     )
 
-    def __init__(self, path: str, wanted: Wanted, registration: Registration) -> None:
+    def __init__(self, path: str, keep: Keep, registration: Registration) -> None:
         self.path = path
-        self._wanted = wanted
+        self._keep = keep
         self._registration = registration
-        self._grad_record = registration.record("grad", path) if wanted.grads else None
+        self._grad_record = registration.record("grad", path) if keep.grads else None
         self._calls: list[RecordedCall] = []
         self._seen = 0
         self._open = OpenCalls[RecordedCall]()
@@ -154,11 +140,10 @@ class Cell:
     def enter(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Record the inputs of a call that begins. Return the inputs to call the module with."""
         call = RecordedCall()
-        wanted = self._wanted
         if not in_backward():
-            call.inputs = wanted.keep.snapshot((args, kwargs))
+            call.inputs = self._keep.snapshot((args, kwargs))
         if self._grad_record is not None:
-            call.input_grads = Gradients((args, kwargs), wanted.keep, self._grad_record)
+            call.input_grads = Gradients((args, kwargs), self._keep, self._grad_record)
             call.input_uses = InputUses(self._registration)
             args, kwargs = call.input_uses.begin((args, kwargs), call.input_grads.hook_of)
         self._open.begin(call)
@@ -166,7 +151,7 @@ class Cell:
 
     def end(self) -> RecordedCall | None:
         """Return the call that ends; ``None`` if it raised an error, or its begin was not recorded."""
-        if not self._wanted.inputs:
+        if not self._keep.inputs:
             return RecordedCall()
         call, failed = self._open.end()
         if call is not None and call.input_uses is not None:
@@ -181,16 +166,16 @@ class Cell:
             self._recomputed(call, output)
             return output
         self._seen += 1
-        if self._wanted.outputs:
-            call.output = self._wanted.keep.snapshot(output)
+        if self._keep.outputs:
+            call.output = self._keep.snapshot(output)
         if self._grad_record is not None:
-            call.output_grads = Gradients(output, self._wanted.keep, self._grad_record)
+            call.output_grads = Gradients(output, self._keep, self._grad_record)
             call.output_grads.hook_tensors(output, self._registration)
         self._add(call)
         return output
 
     def _add(self, call: RecordedCall) -> None:
-        calls = self._wanted.calls
+        calls = self._keep.calls
         if calls == "all" or not self._calls:
             self._calls.append(call)
         elif calls == "last":
