@@ -81,9 +81,9 @@ class HookInfo:
         plain = plain_function(function)
         name = getattr(plain, "__qualname__", type(plain).__qualname__)
         if record is not None:
-            owner = f"backstash.hooks.{record.owner}"
-            where, since, fired = record.registered_at, record.since, record.fired
-            return cls(kind, path, True, owner, name, where, since, fired)
+            ours = record.registration
+            owner = f"backstash.hooks.{ours.owner}"
+            return cls(kind, path, True, owner, name, ours.registered_at, ours.since, record.fired)
         owner = getattr(plain, "__module__", None) or type(plain).__module__
         return cls(kind, path, False, owner, name, _where(plain), None, None)
 

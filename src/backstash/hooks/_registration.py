@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
@@ -25,18 +26,14 @@ __all__ = ["HookRecord", "Registration", "record_of"]
 _ATTRIBUTE = "__backstash_record__"
 
 
+@dataclass(slots=True)
 class HookRecord:
-    """Where and when a hook of this package was registered, and how often it fired."""
+    """A hook of this package, and how often it fired."""
 
-    __slots__ = ("fired", "kind", "owner", "path", "registered_at", "since")
-
-    def __init__(self, kind: str, path: str, owner: str, registered_at: str, since: float) -> None:
-        self.kind = kind
-        self.path = path
-        self.owner = owner
-        self.registered_at = registered_at
-        self.since = since
-        self.fired = 0
+    kind: str
+    path: str
+    registration: Registration
+    fired: int = 0
 
 
 def record_of(function: object) -> HookRecord | None:
@@ -78,7 +75,7 @@ class Registration:
 
     def record(self, kind: str, path: str) -> HookRecord:
         """Add a record without a hook. Its owner counts."""
-        made = HookRecord(kind, path, self.owner, self.registered_at, self.since)
+        made = HookRecord(kind, path, self)
         self.records.append(made)
         return made
 
