@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch
@@ -47,17 +47,9 @@ class Finding:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the finding as data for JSON."""
-        return {
-            "step": self.step,
-            "phase": self.phase,
-            "kind": self.kind,
-            "path": self.path,
-            "module": self.module,
-            "made_by": self.made_by,
-            "stats": self.stats.as_dict(),
-            "before": None if self.before is None else self.before.as_dict(),
-            "parameters": list(self.parameters),
-        }
+        before = None if self.before is None else self.before.as_dict()
+        changed = {"stats": self.stats.as_dict(), "before": before}
+        return {**asdict(self), **changed, "parameters": list(self.parameters)}
 
     def scalars(self) -> Iterator[tuple[str, float]]:
         """Yield the finding as curves: how many elements are NaN or infinite."""
