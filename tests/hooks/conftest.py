@@ -95,6 +95,17 @@ class Residual(nn.Module):
         return self.relu(z)
 
 
+class Table(nn.Module):
+    """Returns its parameter: a leaf."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self) -> torch.Tensor:
+        return self.weight
+
+
 @pytest.fixture(scope="session", autouse=True)
 def quick_collections() -> Iterator[None]:
     """torch's half million objects are not walked again by every ``gc.collect()``."""
@@ -114,6 +125,11 @@ def structured() -> Structured:
 def residual() -> Residual:
     torch.manual_seed(0)
     return Residual()
+
+
+@pytest.fixture
+def table() -> Table:
+    return Table()
 
 
 @pytest.fixture

@@ -66,27 +66,15 @@ def test_input_gradient_is_of_this_module_alone() -> None:
     assert torch.equal(got["b"].input_grad[0], 2 * model["b"].weight.sum(0))
 
 
-class Table(nn.Module):
-    """Returns its parameter: a leaf."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(3))
-
-    def forward(self) -> torch.Tensor:
-        return self.weight
-
-
-def test_a_parameter_as_output_keeps_no_hook(state_of) -> None:
-    model = Table()
-    before = state_of(model)
-    with capture(model, "", grads=True) as got:
+def test_a_parameter_as_output_keeps_no_hook(table: nn.Module, state_of) -> None:
+    before = state_of(table)
+    with capture(table, "", grads=True) as got:
         for _ in range(3):
-            (model() * 2 + 3 * model.weight).sum().backward()
+            (table() * 2 + 3 * table.weight).sum().backward()
         assert torch.equal(got[""].grad, torch.full((3,), 2.0))
-        assert not model.weight._backward_hooks
-    assert state_of(model) == before
-    assert torch.equal(model.weight.grad, torch.full((3,), 15.0))
+        assert not table.weight._backward_hooks
+    assert state_of(table) == before
+    assert torch.equal(table.weight.grad, torch.full((3,), 15.0))
 
 
 def test_no_hook_stays_on_a_living_graph(chain: nn.Sequential) -> None:

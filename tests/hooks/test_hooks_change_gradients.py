@@ -69,13 +69,6 @@ def test_clip_keeps_zero_and_nan() -> None:
         assert y.grad.isnan().all()
 
 
-def test_clip_of_a_half_gradient_does_not_overflow() -> None:
-    y = torch.zeros(64, dtype=torch.float16, requires_grad=True)
-    with clip_gradients({"y": y}, norm=8.0):
-        (y * 60000).sum().backward()
-    torch.testing.assert_close(y.grad, torch.full_like(y, 1.0).detach(), rtol=1e-2, atol=0)
-
-
 def test_clip_of_a_sparse_gradient() -> None:
     table = nn.Embedding(4, 2, sparse=True)
     with clip_gradients(table, value=1.0):
@@ -157,22 +150,12 @@ def test_edit_of_dict_outputs_and_keyword_inputs(structured: nn.Module) -> None:
     assert torch.equal(structured.first.bias.grad, torch.full((3,), 4.0))
 
 
-class Leaf(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(2))
-
-    def forward(self) -> torch.Tensor:
-        return self.weight
-
-
-def test_an_output_that_is_a_parameter_is_edited_once_a_call() -> None:
-    leaf = Leaf()
-    with edit_gradients({"": lambda g: g * 2}, leaf, at="outputs"):
+def test_an_output_that_is_a_parameter_is_edited_once_a_call(table: nn.Module) -> None:
+    with edit_gradients({"": lambda g: g * 2}, table, at="outputs"):
         for _ in range(3):
-            leaf.zero_grad()
-            leaf().sum().backward()
-            assert torch.equal(leaf.weight.grad, torch.full((2,), 2.0))
+            table.zero_grad()
+            table().sum().backward()
+            assert torch.equal(table.weight.grad, torch.full((3,), 2.0))
 
 
 @pytest.mark.parametrize(

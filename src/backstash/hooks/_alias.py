@@ -10,6 +10,7 @@ was before the call.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from .._torch.versions import version_of
 from ._registration import Registration
 from ._tree import map_leaves, tensors_in
 
-__all__ = ["InputUses", "own_output"]
+__all__ = ["GradHook", "InputUses", "own_output"]
 
 GradHook = Callable[[torch.Tensor], Any]
 
@@ -37,60 +38,40 @@ def own_output(output: Any, inputs: Any) -> Any:
     return map_leaves(view, output)
 
 
-class _Use:
-    """One tensor as the input of one call."""
-
-    __slots__ = ("changed", "tensor", "version")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor: torch.Tensor | None = tensor
-        self.version = version_of(tensor)
-        self.changed = False
-
-    def hook(self, hook: GradHook, *, if_changed: bool) -> GradHook:
-        """Return ``hook`` for the case that the module changed the tensor in place, or that it did not."""
-
-        def chosen(gradient: torch.Tensor) -> Any:
-            return hook(gradient) if self.changed is if_changed else None
-
-        return chosen
-
-
 class InputUses:
     """The input tensors of one call, hooked for the gradient that comes through that call."""
 
-    __slots__ = ("_registration", "_uses")
+    __slots__ = ("_changed", "_registration", "_uses")
 
     def __init__(self, registration: Registration) -> None:
         self._registration = registration
-        self._uses: list[_Use] = []
+        self._uses: list[tuple[torch.Tensor, int | None]] = []  # with the version before the call
+        self._changed: set[int] = set()  # which of them the call changed in place
 
     def begin(self, inputs: Any, hook_of: Callable[[int], GradHook]) -> Any:
         """Return the inputs to call the module with; ``hook_of(i)`` is the hook of their i-th tensor."""
-        index = -1
+        index = count()
 
         def view(tensor: torch.Tensor) -> torch.Tensor:
-            nonlocal index
-            index += 1
+            hook = hook_of(next(index))
             if not (tensor.requires_grad and torch.is_grad_enabled()):
                 return tensor
-            return self._hooked(tensor, hook_of(index))
+            return self._hooked(tensor, hook)
 
         return map_leaves(view, inputs)
 
     def _hooked(self, tensor: torch.Tensor, hook: GradHook) -> torch.Tensor:
-        use = _Use(tensor)
-        self._uses.append(use)
-        if not tensor.is_leaf:
-            self._registration.activation(tensor, use.hook(hook, if_changed=True))
+        changed, use = self._changed, len(self._uses)
+        self._uses.append((tensor, version_of(tensor)))
         alias = tensor.view_as(tensor)
-        self._registration.activation(alias, use.hook(hook, if_changed=False))
+        if not tensor.is_leaf:
+            self._registration.activation(tensor, lambda g: hook(g) if use in changed else None)
+        self._registration.activation(alias, lambda g: None if use in changed else hook(g))
         return alias
 
     def end(self) -> None:
         """Record which tensors the call changed in place, after it has returned."""
-        for use in self._uses:
-            if use.tensor is not None:
-                use.changed = version_of(use.tensor) != use.version
-                use.tensor = None
+        for use, (tensor, version) in enumerate(self._uses):
+            if version_of(tensor) != version:
+                self._changed.add(use)
         self._uses.clear()

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from .._torch.engine import in_backward
 from ..errors import UsageError
-from ._cell import Calls, Captured, Cell, Wanted
+from ._cell import Captured, Cell
 from ._compiled import warn_if_compiled
 from ._edits import Change, Edit, changes, first_of, with_first
 from ._errors import NoMatchError, NotCapturedError
-from ._gradients import Keep
+from ._gradients import Calls, Keep
 from ._handle import Handle
 from ._names import Names, near, select
-from ._paths import Site, walk
-from ._registration import HookRecord, Make, Registration
+from ._paths import walk
+from ._registration import Registration
 
 __all__ = ["Capture", "capture"]
 
@@ -28,27 +26,22 @@ __all__ = ["Capture", "capture"]
 class Capture(Handle, Mapping[str, Captured]):
     """The handle that :func:`capture` returns: a mapping from the paths of called modules to what was kept."""
 
-    __slots__ = ("_aliases", "_cells", "_is_entered", "_model", "_stopper")
+    __slots__ = ("_aliases", "_cells", "_model", "_pending", "_stop", "_stops_on")
 
     def __init__(
-        self,
-        registration: Registration,
-        model: nn.Module,
-        cells: dict[int, Cell],
-        stopper: _Stopper | None,
+        self, registration: Registration, model: nn.Module, cells: dict[int, Cell], *, stop: bool
     ) -> None:
         super().__init__(registration)
         self._model = model
         self._cells = {cell.path: cell for cell in cells.values()}
         self._aliases = _aliases(model, cells)
-        self._stopper = stopper
-        self._is_entered = False
+        self._stop = stop and bool(cells)
+        self._pending: set[str] = set()  # the modules to be called before the forward ends
+        self._stops_on: int | None = None  # the thread that can catch what ends the forward
 
     def __enter__(self) -> Capture:
         super().__enter__()
-        self._is_entered = True
-        if self._stopper is not None:
-            self._stopper.arm()
+        self._arm(threading.get_ident())
         return self
 
     def run(self, *args: Any, **kwargs: Any) -> Capture:
@@ -58,20 +51,15 @@ class Capture(Handle, Mapping[str, Captured]):
         a whole loop.
         """
         self.clear()
-        if self._stopper is None:
-            self._model(*args, **kwargs)
-            return self
-        self._stopper.arm()
+        outside = self._stops_on
+        self._arm(threading.get_ident())
         try:
             self._model(*args, **kwargs)
         except StopForward as error:
-            if not self._stopper.raised(error):
+            if error.capture is not self:
                 raise
         finally:
-            if self._is_entered:  # then the block catches what ends a forward
-                self._stopper.arm()
-            else:
-                self._stopper.disarm()
+            self._arm(outside)
         return self
 
     def clear(self) -> None:
@@ -94,12 +82,23 @@ class Capture(Handle, Mapping[str, Captured]):
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
+    def _arm(self, thread: int | None) -> None:
+        """End the next forward on ``thread`` when every captured module was called; ``None``: on no thread."""
+        self._pending = set(self._cells)
+        self._stops_on = thread if self._stop else None
+
+    def _called(self, path: str) -> None:
+        """Record a call of the module at ``path``. Raise if it was the last one missing."""
+        # An exception on another thread would not reach the with block: replicas run to their end.
+        if self._stops_on != threading.get_ident():
+            return
+        self._pending.discard(path)
+        if not self._pending:
+            raise StopForward(self)
+
     def _finish(self, error: BaseException | None) -> bool:
-        self._is_entered = False
-        if self._stopper is None:
-            return False
-        self._stopper.disarm()
-        return self._stopper.raised(error)
+        self._arm(None)
+        return isinstance(error, StopForward) and error.capture is self
 
 
 def _aliases(model: nn.Module, cells: dict[int, Cell]) -> dict[str, Cell]:
@@ -176,143 +175,80 @@ def capture(
     >>> got["1"].output.shape, got["2"].grad.shape
     (torch.Size([5, 4]), torch.Size([5, 2]))
     """
-    edited = edit is not None or edit_inputs is not None
-    wanted = _wanted(inputs, outputs, grads, detach, clone, device, calls, stop, edited)
+    where = None if device is None else torch.device(device)
+    keep = Keep(inputs, outputs, grads, calls, detach, clone, where)
+    _check(keep, stop=stop, edits=edit is not None or edit_inputs is not None)
     sites = select(model, names)
     outward = changes(model, sites, edit, "edit")
     inward = changes(model, sites, edit_inputs, "edit_inputs")
     registration = Registration("capture")
-    cells = {id(site.module): Cell(site.path, wanted, registration) for site in sites}
-    stopper = _Stopper(site.path for site in sites) if stop and sites else None
+    cells = {id(site.module): Cell(site.path, keep, registration) for site in sites}
     targets = {id(s.module): s for s in (*sites, *(s for s, _ in (*outward, *inward)))}
     if not targets:
         raise NoMatchError("names=[] selects nothing; name a module, or pass edit=")
     with registration.all_or_none():
+        handle = Capture(registration, model, cells, stop=stop)
         for key, site in targets.items():
             outs, ins = (
                 [c for s, c in found if id(s.module) == key] for found in (outward, inward)
             )
-            _attach(registration, site, _Actions(cells.get(key), outs, ins, stopper), wanted)
+            cell = cells.get(key)
+            enters = cell is not None and inputs
+            if enters or ins:
+                registration.forward_pre(site, _begin(cell if enters else None, ins))
+            if cell is not None or outs:
+                registration.forward(site, _end(cell, outs, handle._called), always_call=enters)
         warn_if_compiled(model, targets.values(), owner="capture")
-    return Capture(registration, model, cells, stopper)
+    return handle
 
 
-def _wanted(
-    inputs: bool,
-    outputs: bool,
-    grads: bool,
-    detach: bool,
-    clone: bool,
-    device: torch.device | str | None,
-    calls: Calls,
-    stop: bool,
-    edited: bool,
-) -> Wanted:
-    if not (inputs or outputs or grads or edited):
+def _check(keep: Keep, *, stop: bool, edits: bool) -> None:
+    """Raise if the arguments of ``capture`` contradict each other."""
+    if not (keep.inputs or keep.outputs or keep.grads or edits):
         raise UsageError(
             "inputs, outputs and grads are all False; ask for one of them, or for edit="
         )
-    if calls not in ("last", "first", "all"):
-        raise UsageError(f'calls={calls!r} is not known; allowed: "last", "first", "all"')
-    if stop and calls == "all":
+    if keep.calls not in ("last", "first", "all"):
+        raise UsageError(f'calls={keep.calls!r} is not known; allowed: "last", "first", "all"')
+    if stop and keep.calls == "all":
         raise UsageError(
             'stop=True ends the forward at the first calls; use calls="last" or stop=False'
         )
-    if stop and grads:
+    if stop and keep.grads:
         raise UsageError(
             "stop=True leaves no output to run backward from; use grads=False or stop=False"
         )
-    keep = Keep(detach, clone, None if device is None else torch.device(device))
-    return Wanted(inputs, outputs, grads, calls, keep)
 
 
-@dataclass(frozen=True, slots=True)
-class _Actions:
-    """The actions of the hooks on one module."""
+def _begin(cell: Cell | None, edits: Sequence[Change]) -> Callable[..., tuple[Any, Any]]:
+    def hook(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        for edit in edits:
+            value = first_of(args, kwargs)
+            new = edit(value, value)
+            if new is not None:
+                args, kwargs = with_first(new, args, kwargs)
+        return (args, kwargs) if cell is None else cell.enter(args, kwargs)
 
-    cell: Cell | None
-    """Collects the module's calls; ``None`` if it is edited and not captured."""
-    outputs: Sequence[Change]
-    """The edits of its output, in order."""
-    inputs: Sequence[Change]
-    """The edits of its first input, in order."""
-    stopper: _Stopper | None
-    """Ends the forward after the last captured module; ``None`` without ``stop=True``."""
+    return hook
 
 
-def _attach(registration: Registration, site: Site, actions: _Actions, wanted: Wanted) -> None:
-    """Register the hooks that capturing and editing one module needs, and no more."""
-    cell = actions.cell
-    only_last_output = wanted.outputs and not (wanted.inputs or wanted.grads)
-    plain = only_last_output and wanted.calls == "last" and wanted.keep.plain
-    if cell is not None and plain and not (actions.stopper or actions.outputs or actions.inputs):
-        registration.forward(site, _last_output(cell))
-        return
-    enters = cell is not None and wanted.inputs
-    if actions.inputs or enters:
-        registration.forward_pre(site, _inputs(cell if wanted.inputs else None, actions.inputs))
-    if cell is not None or actions.outputs:
-        registration.forward(site, _outputs(actions), with_kwargs=True, always_call=enters)
+def _end(
+    cell: Cell | None, edits: Sequence[Change], called: Callable[[str], None]
+) -> Callable[..., Any]:
+    def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        call = cell.end() if cell is not None else None
+        if cell is not None and call is None:
+            return None
+        given = output
+        for edit in edits:
+            new = edit(output, first_of(args, kwargs))
+            output = output if new is None else new
+        if cell is not None and call is not None:
+            output = cell.leave(call, output, (args, kwargs))
+            called(cell.path)
+        return None if output is given else output
 
-
-def _last_output(cell: Cell) -> Make:
-    """Return the hook for a capture of the last output only, as cheap as a hand-written hook."""
-
-    def make(record: HookRecord) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            record.fired += 1
-            if in_backward():
-                return  # a checkpoint calls it again
-            if type(output) is not Tensor:
-                cell.leave(output)
-                return
-            try:
-                cell.quick = (output.detach(), output._version)
-            except RuntimeError:  # an inference tensor has no version
-                cell.quick = (output.detach(), None)
-
-        return hook
-
-    return make
-
-
-def _inputs(cell: Cell | None, edits: Sequence[Change]) -> Make:
-    def make(record: HookRecord) -> Callable[..., tuple[Any, Any]]:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-            record.fired += 1
-            for edit in edits:
-                value = first_of(args, kwargs)
-                new = edit(value, value)
-                if new is not None:
-                    args, kwargs = with_first(new, args, kwargs)
-            return (args, kwargs) if cell is None else cell.enter(args, kwargs)
-
-        return hook
-
-    return make
-
-
-def _outputs(actions: _Actions) -> Make:
-    cell, edits, stopper = actions.cell, actions.outputs, actions.stopper
-
-    def make(record: HookRecord) -> Callable[..., Any]:
-        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-            if cell is not None and cell.has_failed():
-                return None
-            record.fired += 1
-            given = output
-            for edit in edits:
-                new = edit(output, first_of(args, kwargs))
-                output = output if new is None else new
-            if cell is not None:
-                output = cell.leave(output, (args, kwargs))
-                if stopper is not None:
-                    stopper.called(cell.path)
-            return None if output is given else output
-
-        return hook
-
-    return make
+    return hook
 
 
 class StopForward(BaseException):
@@ -321,39 +257,6 @@ class StopForward(BaseException):
     It is no ``Exception``, because models catch those.
     """
 
-    def __init__(self, stopper: _Stopper) -> None:
+    def __init__(self, capture: Capture) -> None:
         super().__init__("capture(stop=True) ended this forward; it should have been caught")
-        self.stopper = stopper
-
-
-class _Stopper:
-    """Raises :class:`StopForward` when every captured module was called, while the capture can catch it."""
-
-    __slots__ = ("_paths", "_pending", "_thread")
-
-    def __init__(self, paths: Iterable[str]) -> None:
-        self._paths = frozenset(paths)
-        self._pending = set(self._paths)
-        self._thread: int | None = None
-
-    def arm(self) -> None:
-        """End a forward on this thread, from now on, when every captured module was called."""
-        self._pending = set(self._paths)
-        self._thread = threading.get_ident()
-
-    def disarm(self) -> None:
-        """Let every forward run to its end from now on."""
-        self._thread = None
-
-    def called(self, path: str) -> None:
-        """Record a call of the module at ``path``. Raise if it was the last one missing."""
-        # An exception on another thread would not reach the with block: replicas run to their end.
-        if self._thread != threading.get_ident():
-            return
-        self._pending.discard(path)
-        if not self._pending:
-            raise StopForward(self)
-
-    def raised(self, error: BaseException | None) -> bool:
-        """Return whether this stopper raised ``error``."""
-        return isinstance(error, StopForward) and error.stopper is self
+        self.capture = capture

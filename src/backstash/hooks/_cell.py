@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-import sys
-import threading
 from dataclasses import dataclass
-from typing import Any, Literal
-
-import torch
+from typing import Any
 
 from .._torch.engine import in_backward
 from ._alias import InputUses, own_output
+from ._calls import OpenCalls
 from ._edits import first_of
 from ._errors import NotCapturedError
 from ._gradients import Gradients, Keep, ValueSnapshot
 from ._registration import Registration
 
-__all__ = ["Calls", "Captured", "CapturedCall", "Cell", "Wanted"]
+__all__ = ["Captured", "CapturedCall", "Cell", "RecordedCall"]
+
+
+@dataclass(slots=True)
+class RecordedCall:
+    """What a capture has of one call; ``None`` for what it does not keep."""
+
+    inputs: ValueSnapshot | None = None
+    output: ValueSnapshot | None = None
+    output_grads: Gradients | None = None
+    input_grads: Gradients | None = None
+    input_uses: InputUses | None = None
 
 
 class CapturedCall:
@@ -26,125 +34,74 @@ class CapturedCall:
     :class:`backstash.errors.InplaceError` if a tensor in it was changed in place after its capture.
     """
 
-    __slots__ = (
-        "_handled", "_input_grads", "_input_uses", "_inputs", "_output", "_output_grads", "_path",
-    )  # fmt: skip
+    __slots__ = ("_call", "path")
 
-    def __init__(self, path: str) -> None:
-        self._path = path
-        self._inputs: ValueSnapshot | None = None
-        self._output: ValueSnapshot | None = None
-        self._output_grads: Gradients | None = None
-        self._input_grads: Gradients | None = None
-        self._input_uses: InputUses | None = None
-        self._handled: BaseException | None = None  # by the program, when the call began
+    def __init__(self, path: str, call: RecordedCall) -> None:
+        self.path = path
+        """The module's path."""
+        self._call = call
 
     @property
     def output(self) -> Any:
         """What the module returned, in the same structure."""
-        return self._value(self._output, "output", "outputs=True")
+        return self._value(self._call.output, "output", "outputs=True")
 
     @property
     def args(self) -> tuple[Any, ...]:
         """The positional inputs."""
-        args, _ = self._value(self._inputs, "input", "inputs=True")
+        args, _ = self._value(self._call.inputs, "input", "inputs=True")
         return tuple(args)
 
     @property
     def kwargs(self) -> dict[str, Any]:
         """The keyword inputs."""
-        _, kwargs = self._value(self._inputs, "input", "inputs=True")
+        _, kwargs = self._value(self._call.inputs, "input", "inputs=True")
         return dict(kwargs)
 
     @property
     def input(self) -> Any:
         """The first input: the first positional one or, without any, the first keyword one."""
-        return first_of(*self._value(self._inputs, "input", "inputs=True"))
+        return first_of(*self._value(self._call.inputs, "input", "inputs=True"))
 
     @property
     def grad(self) -> Any:
         """The gradient of the output, in the output's structure; ``None`` for a tensor that got none."""
-        return self._gradient(self._output_grads, "grad", "grads=True")
+        return self._gradient(self._call.output_grads, "grad", "grads=True")
 
     @property
     def input_grad(self) -> Any:
         """The part of the first input's gradient that comes through this module."""
         remedy = "inputs=True, grads=True"
-        return first_of(*self._gradient(self._input_grads, "input_grad", remedy))
+        return first_of(*self._gradient(self._call.input_grads, "input_grad", remedy))
 
     def _value(self, kept: ValueSnapshot | None, what: str, remedy: str) -> Any:
         if kept is None:
-            raise NotCapturedError(f"no {what} of {self._path!r} was captured; ask with {remedy}")
-        return kept.get(f"the {what} of {self._path!r}")
+            raise NotCapturedError(f"no {what} of {self.path!r} was captured; ask with {remedy}")
+        return kept.get(f"the {what} of {self.path!r}")
 
     def _gradient(self, grads: Gradients | None, what: str, remedy: str) -> Any:
         if grads is None:
-            raise NotCapturedError(f"no {what} of {self._path!r} was captured; ask with {remedy}")
+            raise NotCapturedError(f"no {what} of {self.path!r} was captured; ask with {remedy}")
         if not grads.arrived:
             raise NotCapturedError(
-                f"no {what} of {self._path!r} arrived: run backward inside the with block, and see that "
+                f"no {what} of {self.path!r} arrived: run backward inside the with block, and see that "
                 "the loss depends on it and that it requires a gradient"
             )
-        return grads.get(f"the {what} of {self._path!r}")
+        return grads.get(f"the {what} of {self.path!r}")
 
 
-class Captured:
+class Captured(CapturedCall):
     """The captured values of one module: those of its last kept call, and every kept call in ``calls``."""
 
-    __slots__ = ("calls", "path")
+    __slots__ = ("calls",)
 
-    def __init__(self, path: str, calls: tuple[CapturedCall, ...]) -> None:
-        self.path = path
-        """The module's path."""
-        self.calls = calls
+    def __init__(self, path: str, calls: list[RecordedCall]) -> None:
+        super().__init__(path, calls[-1])
+        self.calls = tuple(CapturedCall(path, call) for call in calls)
         """The calls that were kept, oldest first: one, or all with ``calls="all"``."""
-
-    @property
-    def output(self) -> Any:
-        """See :attr:`CapturedCall.output`."""
-        return self.calls[-1].output
-
-    @property
-    def input(self) -> Any:
-        """See :attr:`CapturedCall.input`."""
-        return self.calls[-1].input
-
-    @property
-    def args(self) -> tuple[Any, ...]:
-        """See :attr:`CapturedCall.args`."""
-        return self.calls[-1].args
-
-    @property
-    def kwargs(self) -> dict[str, Any]:
-        """See :attr:`CapturedCall.kwargs`."""
-        return self.calls[-1].kwargs
-
-    @property
-    def grad(self) -> Any:
-        """See :attr:`CapturedCall.grad`."""
-        return self.calls[-1].grad
-
-    @property
-    def input_grad(self) -> Any:
-        """See :attr:`CapturedCall.input_grad`."""
-        return self.calls[-1].input_grad
 
     def __repr__(self) -> str:
         return f"Captured({self.path!r}, {len(self.calls)} call{'s' * (len(self.calls) != 1)})"
-
-
-Calls = Literal["last", "first", "all"]
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """The options of a capture that its cells need."""
-
-    inputs: bool
-    outputs: bool
-    grads: bool
-    calls: Calls
-    keep: Keep
 
 
 class Cell:
@@ -153,95 +110,78 @@ class Cell:
     __slots__ = (
         "_calls",
         "_grad_record",
+        "_keep",
         "_open",
         "_registration",
         "_seen",
-        "_wanted",
         "path",
-        "quick",
     )
 
-    def __init__(self, path: str, wanted: Wanted, registration: Registration) -> None:
+    def __init__(self, path: str, keep: Keep, registration: Registration) -> None:
         self.path = path
-        self.quick: tuple[torch.Tensor, int | None] | None = None
-        """The last output and its version, in a capture of the last output alone."""
-        self._wanted = wanted
+        self._keep = keep
         self._registration = registration
-        self._grad_record = registration.record("grad", path) if wanted.grads else None
-        self._calls: list[CapturedCall] = []
+        self._grad_record = registration.record("grad", path) if keep.grads else None
+        self._calls: list[RecordedCall] = []
         self._seen = 0
-        self._open: dict[int, list[CapturedCall]] = {}
+        self._open = OpenCalls[RecordedCall]()
 
     @property
     def captured(self) -> Captured | None:
         """The calls kept so far; ``None`` before the first."""
-        if self.quick is not None:
-            kept, version = self.quick
-            call = CapturedCall(self.path)
-            call._output = ValueSnapshot(kept, ((kept, version),))
-            return Captured(self.path, (call,))
-        return Captured(self.path, tuple(self._calls)) if self._calls else None
+        return Captured(self.path, self._calls) if self._calls else None
 
     def clear(self) -> None:
         """Forget every call."""
-        self.quick = None
         self._calls.clear()
-        self._open.clear()
+        self._open = OpenCalls()
         self._seen = 0
 
     def enter(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Record the inputs of a call that begins. Return the inputs to call the module with."""
-        call = CapturedCall(self.path)
-        call._handled = sys.exc_info()[1]
-        wanted = self._wanted
+        call = RecordedCall()
         if not in_backward():
-            call._inputs = wanted.keep.snapshot((args, kwargs))
+            call.inputs = self._keep.snapshot((args, kwargs))
         if self._grad_record is not None:
-            call._input_grads = Gradients((args, kwargs), wanted.keep, self._grad_record)
-            call._input_uses = InputUses(self._registration)
-            args, kwargs = call._input_uses.begin((args, kwargs), call._input_grads.hook_of)
-        self._open.setdefault(threading.get_ident(), []).append(call)
+            call.input_grads = Gradients((args, kwargs), self._keep, self._grad_record)
+            call.input_uses = InputUses(self._registration)
+            args, kwargs = call.input_uses.begin((args, kwargs), call.input_grads.hook_of)
+        self._open.begin(call)
         return args, kwargs
 
-    def has_failed(self) -> bool:
-        """Return whether the call that ends raised an error, and forget it then."""
-        opened = self._open.get(threading.get_ident())
-        if not opened or sys.exc_info()[1] is opened[-1]._handled:
-            return False
-        call = opened.pop()
-        if call._input_uses is not None:
-            call._input_uses.end()
-        return True
+    def end(self) -> RecordedCall | None:
+        """Return the call that ends; ``None`` if it raised an error, or its begin was not recorded."""
+        if not self._keep.inputs:
+            return RecordedCall()
+        call, failed = self._open.end()
+        if call is not None and call.input_uses is not None:
+            call.input_uses.end()
+        return None if failed else call
 
-    def leave(self, output: Any, inputs: Any = ()) -> Any:
-        """Record the output of a call that ends. Return the output to pass to the caller; ``inputs``: of the
-        call."""
-        opened = self._open.get(threading.get_ident())
-        call = opened.pop() if opened else CapturedCall(self.path)
-        if call._input_uses is not None:
-            call._input_uses.end()
+    def leave(self, call: RecordedCall, output: Any, inputs: Any) -> Any:
+        """Record the output of a call that has ended, which had these inputs. Return the output to pass on."""
         if self._grad_record is not None:
             output = own_output(output, inputs)
         if in_backward():
             self._recomputed(call, output)
             return output
         self._seen += 1
-        if self._wanted.outputs:
-            call._output = self._wanted.keep.snapshot(output)
+        if self._keep.outputs:
+            call.output = self._keep.snapshot(output)
         if self._grad_record is not None:
-            call._output_grads = Gradients(output, self._wanted.keep, self._grad_record)
-            call._output_grads.hook_tensors(output, self._registration)
+            call.output_grads = Gradients(output, self._keep, self._grad_record)
+            call.output_grads.hook_tensors(output, self._registration)
         self._add(call)
         return output
 
-    def _add(self, call: CapturedCall) -> None:
-        calls = self._wanted.calls
+    def _add(self, call: RecordedCall) -> None:
+        calls = self._keep.calls
         if calls == "all" or not self._calls:
             self._calls.append(call)
         elif calls == "last":
             self._calls[:] = [call]
 
-    def _recomputed(self, again: CapturedCall, output: Any) -> None:
+    def _recomputed(self, again: RecordedCall, output: Any) -> None:
         """Take the gradients of a call that an activation checkpoint recomputes; it is not a new call.
 
         Only a reentrant checkpoint's recomputation has gradients that the first run lacks. If the module was
@@ -251,7 +191,7 @@ class Cell:
         if self._seen != 1 or not self._calls or self._grad_record is None:
             return
         call = self._calls[0]
-        if call._output_grads is None or call._output_grads.expected:
+        if call.output_grads is None or call.output_grads.expected:
             return
-        call._output_grads.hook_tensors(output, self._registration)
-        call._input_grads = again._input_grads
+        call.output_grads.hook_tensors(output, self._registration)
+        call.input_grads = again.input_grads

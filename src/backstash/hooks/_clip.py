@@ -13,7 +13,7 @@ from ._distributed import fsdp2_parameters, reduction_of
 from ._handle import GradientHooks
 from ._names import Target, select_tensors
 from ._on_gradient import on_tensor
-from ._registration import HookRecord, Make, Registration
+from ._registration import Registration
 from ._stats import norm_of
 
 __all__ = ["clip_gradients"]
@@ -67,23 +67,16 @@ def clip_gradients(
     clip, note = _by_norm(norm) if norm is not None else _by_value(value)
     tensors = select_tensors(model, names)
     sharded = fsdp2_parameters(model)
+
+    def hook(gradient: torch.Tensor) -> torch.Tensor:
+        return _on_sparse(gradient, clip) if gradient.is_sparse else clip(gradient)
+
     registration = Registration("clip_gradients")
     with registration.all_or_none():
         for name, tensor in tensors.items():
-            on_tensor(registration, name, tensor, _make(clip), sharded=id(tensor) in sharded)
+            on_tensor(registration, name, tensor, hook, sharded=id(tensor) in sharded)
     reduction = reduction_of(model, at_end=False)
     return GradientHooks(registration, reduction=reduction, note=note)
-
-
-def _make(clip: Clip) -> Make:
-    def make(record: HookRecord) -> Clip:
-        def hook(gradient: torch.Tensor) -> torch.Tensor:
-            record.fired += 1
-            return _on_sparse(gradient, clip) if gradient.is_sparse else clip(gradient)
-
-        return hook
-
-    return make
 
 
 def _on_sparse(gradient: torch.Tensor, clip: Clip) -> torch.Tensor:

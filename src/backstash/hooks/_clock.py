@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from .._torch.engine import queue_callback
@@ -42,7 +43,8 @@ class _End:
                 queue_callback(end)
 
         self._removable = outer.register_hook(after)
-        queue_callback(_Inner(self, ends))
+        # If the inner backward raises, the end is freed uncalled, as in the outer one.
+        queue_callback(partial(ends.append, self))
 
     def __call__(self) -> None:
         # Queued again once: DDP and FSDP finish their gradients in callbacks of the same backward, which may
@@ -52,19 +54,6 @@ class _End:
             queue_callback(self)
         else:
             self._run()
-
-
-class _Inner:
-    """The callback at the end of the inner backward, which has the outer one's end queued. If the inner one
-    raises, both are freed uncalled."""
-
-    __slots__ = ("_end", "_ends")
-
-    def __init__(self, end: _End, ends: list[_End]) -> None:
-        self._end, self._ends = end, ends
-
-    def __call__(self) -> None:
-        self._ends.append(self._end)
 
 
 class BackwardClock:
@@ -85,10 +74,12 @@ class BackwardClock:
         self.backwards = 0
         """How many backwards have begun."""
         self.running = False
-        """Whether such a backward is running. Hooks check this before they call ``begin``."""
+        """Whether such a backward is running."""
 
     def begin(self) -> None:
         """Record that a backward runs, if no hook has done so yet. Called from inside a hook."""
+        if self.running:
+            return
         with self._lock:
             if self.running:
                 return

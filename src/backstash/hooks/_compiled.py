@@ -12,23 +12,20 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from .._text import level_of_program
 from .._torch.module_parts import is_compiled
 from ._errors import HookWarning
 from ._paths import Site
-from ._registration import caller
 
 __all__ = ["warn_if_compiled"]
-
-
-def _compiled_regions(model: nn.Module) -> list[nn.Module]:
-    return [module for module in model.modules() if is_compiled(module)]
 
 
 def warn_if_compiled(model: nn.Module, sites: Iterable[Site], *, owner: str) -> None:
     """Warn with the remedy if any of ``sites`` runs inside a compiled region of ``model``."""
     if torch.compiler.is_compiling():
         return
-    inside = {id(m) for region in _compiled_regions(model) for m in region.modules()}
+    regions = [module for module in model.modules() if is_compiled(module)]
+    inside = {id(module) for region in regions for module in region.modules()}
     caught = [site.label for site in sites if id(site.module) in inside]
     if not caught:
         return
@@ -38,5 +35,5 @@ def warn_if_compiled(model: nn.Module, sites: Iterable[Site], *, owner: str) -> 
         "this call ignores its hooks; call torch.compiler.reset() after registering, or hook and run the "
         "model that was given to torch.compile",
         HookWarning,
-        stacklevel=caller()[1],
+        stacklevel=level_of_program(),
     )

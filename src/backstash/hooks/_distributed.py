@@ -27,15 +27,10 @@ def _syncs(model: nn.Module) -> bool:
     return all(m.require_backward_grad_sync for m in model.modules() if isinstance(m, ddp))
 
 
-def _fsdp_module() -> type | None:
-    # Looked up, not imported: a model cannot be sharded unless its program imported this.
-    found = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
-    return found if isinstance(found, type) else None
-
-
 def fsdp2_parameters(model: object) -> frozenset[int]:
     """Return the ids of the parameters that FSDP2 shards: their tensor hooks never fire."""
-    kind = _fsdp_module()
+    # Looked up, not imported: a model cannot be sharded unless its program imported this.
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     if kind is None or not isinstance(model, nn.Module):
         return frozenset()
     shards = (m for m in model.modules() if isinstance(m, kind))

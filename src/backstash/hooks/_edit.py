@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import nullcontext, suppress
 from typing import Any, Literal
 
 import torch
@@ -18,7 +18,7 @@ from ._handle import GradientHooks
 from ._names import Selector, Target, named_tensors, near, select, select_tensors
 from ._on_gradient import on_inputs, on_outputs, on_tensor
 from ._paths import Site
-from ._registration import HookRecord, Make, Registration
+from ._registration import Registration
 
 __all__ = ["edit_gradients"]
 
@@ -78,45 +78,54 @@ def edit_gradients(
             f"edits is a {type(edits).__name__}; allowed: a dict such as "
             '{"fc.bias": torch.zeros_like}, as the first argument, before the model'
         )
-    edited = [
-        each for name, edit in edits.items() for each in _edited_gradients(model, name, edit, at)
-    ]
-    if not edited:
+    if at not in (None, "parameters", "outputs", "inputs"):
+        raise UsageError(f'at={at!r} is not known; allowed: "parameters", "outputs", "inputs"')
+    if not edits:
         raise UsageError(
             'edits={} edits nothing; give a dict such as {"fc.bias": torch.zeros_like}'
         )
     registration = Registration("edit_gradients")
     with registration.all_or_none():
-        _register(registration, edited, model)
+        count = _register(registration, edits, model, at)
     return GradientHooks(
-        registration, reduction=reduction_of(model, at_end=False), note=f"{len(edited)} edits"
+        registration, reduction=reduction_of(model, at_end=False), note=f"{count} edits"
     )
 
 
-def _register(registration: Registration, edited: list[_EditedGradient], model: Target) -> None:
+_At = Literal["parameters", "outputs", "inputs"]
+
+
+def _register(
+    registration: Registration,
+    edits: Mapping[Selector, GradientEdit],
+    model: Target,
+    at: _At | None,
+) -> int:
+    """Hook every gradient that is edited. Return how many there are."""
     sharded = fsdp2_parameters(model)
-    for each in edited:
-        make = _make(each.edit, each.path)
-        if each.tensor is not None:
-            late = id(each.tensor) in sharded
-            on_tensor(registration, each.path, each.tensor, make, sharded=late)
-        elif each.site is not None:
-            put = on_inputs if each.inputs else on_outputs
-            put(registration, each.site, make)
+    on_module = on_inputs if at == "inputs" else on_outputs
+    count, edited = 0, list[Site]()
+    for name, edit in edits.items():
+        if not callable(edit):
+            raise UsageError(f"edits[{name!r}]={edit!r} is not callable; give callable(gradient)")
+        tensors, sites = _selected(model, name, at)
+        for path, tensor in tensors.items():
+            late = id(tensor) in sharded
+            on_tensor(registration, path, tensor, _hook(edit, path), sharded=late)
+        for site in sites:
+            on_module(registration, site, _hook(edit, site.path))
+        count += len(tensors) + len(sites)
+        edited += sites
     if isinstance(model, nn.Module):
-        sites = [each.site for each in edited if each.site is not None]
-        warn_if_compiled(model, sites, owner="edit_gradients")
+        warn_if_compiled(model, edited, owner="edit_gradients")
+    return count
 
 
-def _make(edit: GradientEdit, path: str) -> Make:
-    def make(record: HookRecord) -> Callable[[torch.Tensor], torch.Tensor | None]:
-        def hook(gradient: torch.Tensor) -> torch.Tensor | None:
-            record.fired += 1
-            return _checked(edit(gradient), gradient, path)
+def _hook(edit: GradientEdit, path: str) -> GradientEdit:
+    def hook(gradient: torch.Tensor) -> torch.Tensor | None:
+        return _checked(edit(gradient), gradient, path)
 
-        return hook
-
-    return make
+    return hook
 
 
 def _checked(new: Any, old: torch.Tensor, path: str) -> torch.Tensor | None:
@@ -135,75 +144,46 @@ def _checked(new: Any, old: torch.Tensor, path: str) -> torch.Tensor | None:
     return new
 
 
-_At = Literal["parameters", "outputs", "inputs"]
+def _selected(
+    model: Target, name: Selector, at: _At | None
+) -> tuple[dict[str, torch.Tensor], list[Site]]:
+    """Return the tensors or the modules that one name of ``edits`` selects."""
+    if at in ("outputs", "inputs") or (at is None and not isinstance(name, str)):
+        if not isinstance(model, nn.Module):
+            raise NoMatchError(
+                f"edits: {name!r} selects modules, and the model is a dict of tensors"
+            )
+        return {}, select(model, name, argument="edits")
+    if at == "parameters" or not isinstance(model, nn.Module):
+        return select_tensors(model, str(name), argument="edits"), []
+    return _either(model, str(name))
 
 
-@dataclass(frozen=True, slots=True)
-class _EditedGradient:
-    """One edit, and whose gradient it changes: a tensor's, or a module's outputs' or inputs'."""
+def _either(model: nn.Module, name: str) -> tuple[dict[str, torch.Tensor], list[Site]]:
+    """Return the parameters or the modules that a name selects.
 
-    path: str
-    edit: Callable[[torch.Tensor], Any]
-    tensor: torch.Tensor | None = None
-    site: Site | None = None
-    inputs: bool = False
-
-
-def _edited_gradients(
-    model: Target, name: Selector, edit: Any, at: _At | None
-) -> list[_EditedGradient]:
-    """Return the gradients that one entry of ``edits`` selects."""
-    if not callable(edit):
-        raise UsageError(f"edits[{name!r}]={edit!r} is not callable; give callable(gradient)")
-    if at not in (None, "parameters", "outputs", "inputs"):
-        raise UsageError(f'at={at!r} is not known; allowed: "parameters", "outputs", "inputs"')
-    tensors = _tensors(model, name) if at in (None, "parameters") else {}
-    sites = _sites(model, name) if at != "parameters" else []
+    Raises:
+        UsageError: it selects both.
+        NoMatchError: it selects neither, or it is the path of a frozen parameter.
+    """
+    parameters = named_tensors(model)
+    tensors: dict[str, torch.Tensor] = {}
+    sites: list[Site] = []
+    with suppress(NoMatchError):
+        sites = select(model, name, argument="edits")
+    with suppress(NoMatchError) if name not in parameters else nullcontext():
+        tensors = select_tensors(model, name, argument="edits")
     if tensors and sites:
         raise UsageError(
             f"edits: {name!r} matches parameters ({_few(list(tensors))}) and modules "
             f'({_few([site.label for site in sites])}); pass at="parameters" or at="outputs"'
         )
     if not tensors and not sites:
-        raise NoMatchError(_nothing(model, name, at))
-    found = [_EditedGradient(path, edit, tensor=tensor) for path, tensor in tensors.items()]
-    return found + [_EditedGradient(s.path, edit, site=s, inputs=at == "inputs") for s in sites]
-
-
-def _tensors(model: Target, name: Selector) -> dict[str, torch.Tensor]:
-    if not isinstance(name, str):
-        return {}
-    try:
-        return select_tensors(model, name, argument="edits")
-    except NoMatchError:
-        # A frozen tensor is worth an error of its own, unless the name also selects modules.
-        if name in named_tensors(model):
-            raise
-        return {}
-
-
-def _sites(model: Target, name: Selector) -> list[Site]:
-    if not isinstance(model, nn.Module):
-        return []
-    try:
-        return select(model, name, argument="edits")
-    except NoMatchError:
-        return []
-
-
-def _nothing(model: Target, name: Selector, at: _At | None) -> str:
-    if at in ("outputs", "inputs") or not isinstance(name, str):
-        if not isinstance(model, nn.Module):
-            return f"edits: {name!r} selects modules, and the model is a dict of tensors"
-        try:
-            select(model, name, argument="edits")
-        except NoMatchError as error:
-            return str(error)
-    known = list(named_tensors(model))
-    if at is None and isinstance(model, nn.Module):
-        known += [path for path, _ in model.named_modules()]
-    what = "parameter" if at == "parameters" else "parameter and no module"
-    return f"edits: {name!r} matches no {what}; {near(str(name), known)}"
+        known = [*parameters, *(path for path, _ in model.named_modules())]
+        raise NoMatchError(
+            f"edits: {name!r} matches no parameter and no module; {near(name, known)}"
+        )
+    return tensors, sites
 
 
 def _few(names: list[str]) -> str:

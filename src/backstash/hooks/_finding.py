@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch
@@ -18,6 +18,7 @@ from ._tree import tensors_in
 __all__ = ["Finding", "Kind", "ValuesSeen"]
 
 
+Phase = Literal["forward", "backward"]
 Kind = Literal["input", "output", "output gradient", "input gradient", "parameter gradient"]
 
 
@@ -27,7 +28,7 @@ class Finding:
 
     step: int
     """Which forward or backward since the search began; the first is 0."""
-    phase: Literal["forward", "backward"]
+    phase: Phase
     """Which of the two it was."""
     kind: Kind
     """Which value of the module at ``path`` is not finite."""
@@ -46,17 +47,9 @@ class Finding:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the finding as data for JSON."""
-        return {
-            "step": self.step,
-            "phase": self.phase,
-            "kind": self.kind,
-            "path": self.path,
-            "module": self.module,
-            "made_by": self.made_by,
-            "stats": self.stats.as_dict(),
-            "before": None if self.before is None else self.before.as_dict(),
-            "parameters": list(self.parameters),
-        }
+        before = None if self.before is None else self.before.as_dict()
+        changed = {"stats": self.stats.as_dict(), "before": before}
+        return {**asdict(self), **changed, "parameters": list(self.parameters)}
 
     def scalars(self) -> Iterator[tuple[str, float]]:
         """Yield the finding as curves: how many elements are NaN or infinite."""
@@ -74,9 +67,6 @@ class Finding:
         if self.parameters:
             lines.append(f"  not finite either: its {', '.join(self.parameters)}")
         return "\n".join(map(clean, lines))
-
-
-Phase = Literal["forward", "backward"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,21 +102,25 @@ class ValuesSeen:
         seen, self._seen = self._seen, []
         if not seen:
             return None
-        stats, _ = fetch({str(index): item.rows for index, item in enumerate(seen)})
+        fetched, _ = fetch({str(index): item.rows for index, item in enumerate(seen)})
         step, self._step = self._step, self._step + 1
-        for index in range(len(seen)):
-            if self._bad(stats[str(index)]):
-                before = stats[str(index - 1)] if index else None
-                return self._finding(step, seen, index, stats[str(index)], before)
+        before: _Seen | None = None
+        stats_before: Stats | None = None
+        for index, item in enumerate(seen):
+            stats = fetched[str(index)]
+            if stats.nan or (self._count_inf and stats.inf):
+                return self._finding(step, item, stats, before, stats_before)
+            before, stats_before = item, stats
         return None
 
-    def _bad(self, stats: Stats) -> bool:
-        return bool(stats.nan or (self._count_inf and stats.inf))
-
     def _finding(
-        self, step: int, seen: list[_Seen], index: int, stats: Stats, before: Stats | None
+        self,
+        step: int,
+        item: _Seen,
+        stats: Stats,
+        before: _Seen | None,
+        stats_before: Stats | None,
     ) -> Finding:
-        item = seen[index]
         module = item.site.module
         return Finding(
             step=step,
@@ -134,9 +128,9 @@ class ValuesSeen:
             kind=item.kind,
             path=item.site.path,
             module=type(module).__name__,
-            made_by=_made_by(item, seen[index - 1] if index else None),
+            made_by=_made_by(item, before),
             stats=stats,
-            before=before,
+            before=stats_before,
             parameters=tuple(
                 name
                 for name, parameter in own_parameters(module)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -19,7 +19,10 @@ from ..errors import InplaceError
 from ._registration import HookRecord, Registration
 from ._tree import map_leaves, tensors_in
 
-__all__ = ["Gradients", "Keep", "ValueSnapshot"]
+__all__ = ["Calls", "Gradients", "Keep", "ValueSnapshot"]
+
+
+Calls = Literal["last", "first", "all"]
 
 
 class ValueSnapshot:
@@ -46,16 +49,15 @@ class ValueSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """How captured tensors are kept: with or without their graph, shared or copied, and on which device."""
+    """What a capture keeps, and how: with or without the graph, shared or copied, and on which device."""
 
+    inputs: bool
+    outputs: bool
+    grads: bool
+    calls: Calls
     detach: bool
     clone: bool
     device: torch.device | None
-
-    @property
-    def plain(self) -> bool:
-        """Whether a tensor is kept by ``detach()`` and nothing else."""
-        return self.detach and not self.clone and self.device is None
 
     def snapshot(self, value: Any) -> ValueSnapshot:
         """Keep a value, and record the versions of the tensors that still share its memory."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from abc import ABC, abstractmethod
 from types import TracebackType
 from typing import TypeVar
 
@@ -20,7 +19,7 @@ _SHOWN = 8
 _H = TypeVar("_H", bound="Handle")
 
 
-class Handle(ABC):
+class Handle:
     """Hooks that stay registered until ``remove()`` is called or the ``with`` block ends.
 
     The call that returns the handle has registered all of its hooks; a call that raises has registered
@@ -68,8 +67,10 @@ class Handle(ABC):
         if self._removed:
             return False
         self._removed = True
-        self._registration.remove()
-        ended = self._finish(error)
+        try:
+            ended = self._finish(error)
+        finally:
+            self._registration.remove()
         silent = self._expected() if error is None or ended else []
         if silent:
             warnings.warn(self._complaint(silent), HookWarning, stacklevel=3)
@@ -82,9 +83,10 @@ class Handle(ABC):
     def _repr_html_(self) -> str:
         return html_text(repr(self))
 
-    @abstractmethod
     def _finish(self, error: BaseException | None) -> bool:
-        """Close files and undo patches. Return whether to suppress ``error``, which is propagating."""
+        """Do what comes before the hooks are removed. Return whether to suppress ``error``, which is
+        propagating."""
+        return False
 
     def _expected(self) -> list[HookRecord]:
         # A forward need not call every module. With hooks on all modules (each=False) it is normal that some
@@ -118,6 +120,3 @@ class GradientHooks(Handle):
     def __repr__(self) -> str:
         reduced = "" if self.reduction == "none" else f"; reduction: {self.reduction}"
         return f"<{self._registration.owner}: {self.note}{reduced}>"
-
-    def _finish(self, error: BaseException | None) -> bool:
-        return False

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from .._text import clean
@@ -80,9 +81,9 @@ class HookInfo:
         plain = plain_function(function)
         name = getattr(plain, "__qualname__", type(plain).__qualname__)
         if record is not None:
-            owner = f"backstash.hooks.{record.owner}"
-            where, since, fired = record.registered_at, record.since, record.fired
-            return cls(kind, path, True, owner, name, where, since, fired)
+            ours = record.registration
+            owner = f"backstash.hooks.{ours.owner}"
+            return cls(kind, path, True, owner, name, ours.registered_at, ours.since, record.fired)
         owner = getattr(plain, "__module__", None) or type(plain).__module__
         return cls(kind, path, False, owner, name, _where(plain), None, None)
 
@@ -113,35 +114,25 @@ class Inventory(tuple[HookInfo, ...]):
         return "\n".join(map(str, self)) if self else "no hooks"
 
 
-_Place = tuple[str, str, Any]
-
-
-def _places(model: nn.Module) -> Iterator[_Place]:
+def _places(model: nn.Module) -> Iterator[tuple[str, str, Any]]:
     """Yield every hook: its kind, the path of what it is on (``"*"`` for global ones), its function."""
     paths: dict[int, str] = {}
     for _, site in walk(model):
         paths.setdefault(id(site.module), site.path)
-    seen: set[int] = set()
+    holders: dict[int, tuple[str, nn.Module | torch.Tensor]] = {}
     for raw, module in model.named_modules():
         path = paths.get(id(module), raw)
-        yield from _at(path, hooks_of(module))
+        holders[id(module)] = path, module
         for name, parameter in own_parameters(module):
-            if id(parameter) not in seen:
-                seen.add(id(parameter))
-                yield from _at(join(path, name), hooks_of(parameter))
-    yield from _at("*", hooks_of_all_modules())
-    yield from _at("*", _saved_tensor_hooks())
-
-
-def _at(path: str, hooks: Iterable[tuple[str, Any]]) -> Iterator[_Place]:
-    for kind, function in hooks:
-        yield kind, path, function
-
-
-def _saved_tensor_hooks() -> Iterator[tuple[str, Any]]:
+            holders.setdefault(id(parameter), (join(path, name), parameter))
+    for path, holder in holders.values():
+        for kind, function in hooks_of(holder):
+            yield kind, path, function
+    for kind, function in hooks_of_all_modules():
+        yield kind, "*", function
     pair = None
     with suppress(UsageError):  # if torch does not expose the pair, none is listed
         pair = current_pair()
     if pair is not None:
-        yield "saved tensor pack", pair.pack
-        yield "saved tensor unpack", pair.unpack
+        yield "saved tensor pack", "*", pair.pack
+        yield "saved tensor unpack", "*", pair.unpack

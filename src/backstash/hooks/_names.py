@@ -22,13 +22,14 @@ Selector: TypeAlias = str | type[nn.Module] | nn.Module | Callable[[str, nn.Modu
 Names: TypeAlias = Selector | Iterable[Selector]
 
 
-def select(model: nn.Module, names: Names, *, argument: str = "names") -> list[Site]:
+def select(model: nn.Module, names: Names | None, *, argument: str = "names") -> list[Site]:
     """Return the modules that ``names`` select, each once, in the model's order.
 
     Args:
         model: the module to search; wrappers are looked through.
         names: one selector, or an iterable of them: a path (``"layer4"``), a glob whose ``*`` also
-            crosses dots (``"layer3.*"``), a module class, a module, or ``callable(path, module)``.
+            crosses dots (``"layer3.*"``), a module class, a module, or ``callable(path, module)``. ``None``
+            selects every module.
         argument: what the argument is called in the error message.
 
     Raises:
@@ -36,7 +37,7 @@ def select(model: nn.Module, names: Names, *, argument: str = "names") -> list[S
     """
     every = list(walk(model))
     chosen: dict[int, Site] = {}
-    for selector in _as_selectors(names, argument):
+    for selector in [nn.Module] if names is None else _as_selectors(names, argument):
         found = [site for _, site in every if _matches(selector, site)]
         found = found or [site for raw, site in every if raw == selector]
         usable = [site for site in found if site.callable]
@@ -44,8 +45,8 @@ def select(model: nn.Module, names: Names, *, argument: str = "names") -> list[S
             raise NoMatchError(_explain(selector, found, every, model, argument))
         for site in usable:
             chosen.setdefault(id(site.module), site)
-    order = {id(site.module): index for index, (_, site) in reversed(list(enumerate(every)))}
-    return sorted(chosen.values(), key=lambda site: order[id(site.module)])
+    in_order = dict.fromkeys(id(site.module) for _, site in every)
+    return [chosen[key] for key in in_order if key in chosen]
 
 
 def _as_selectors(names: Names, argument: str) -> list[Selector]:

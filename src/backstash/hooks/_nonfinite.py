@@ -17,30 +17,11 @@ from ._finding import Finding, Kind, ValuesSeen
 from ._handle import Handle
 from ._names import Names, select
 from ._on_gradient import on_inputs, on_outputs
-from ._paths import Site, unwrap
-from ._registration import HookRecord, Make, Registration
+from ._paths import Site, join, unwrap
+from ._registration import Registration
 from ._sinks import Sink, open_sink
 
 __all__ = ["NonFiniteSearch", "find_nonfinite"]
-
-
-class NonFiniteSearch(Handle):
-    """The handle that :func:`find_nonfinite` returns."""
-
-    __slots__ = ("_search",)
-
-    def __init__(self, registration: Registration, search: _Search) -> None:
-        super().__init__(registration, each=False)
-        self._search = search
-
-    @property
-    def found(self) -> Finding | None:
-        """The first finding; ``None`` while everything was finite."""
-        return self._search.found
-
-    def _finish(self, error: BaseException | None) -> bool:
-        self._search.end(raising=error is None)
-        return False
 
 
 def find_nonfinite(
@@ -82,119 +63,94 @@ def find_nonfinite(
     ...     _ = model(torch.ones(1, 2))
     2 this module
     """
-    sites = select(model, _any if names is None else names)
+    sites = select(model, names)
     registration = Registration("find_nonfinite")
-    sink = None if to is None else open_sink(to)
-    search = _Search(model, sink, count_inf=inf)
-    try:
-        with registration.all_or_none():
-            for site in sites:
-                search.attach(registration, site)
-            warn_if_compiled(model, sites, owner="find_nonfinite")
-    except BaseException:
-        search.end(raising=False)
-        raise
-    return NonFiniteSearch(registration, search)
+    with registration.all_or_none():
+        sink = None if to is None else open_sink(to, registration)
+        search = NonFiniteSearch(registration, model, sink, count_inf=inf)
+        for site in sites:
+            search._attach(site)
+        warn_if_compiled(model, sites, owner="find_nonfinite")
+    return search
 
 
-def _any(path: str, module: nn.Module) -> bool:
-    return True
+class NonFiniteSearch(Handle):
+    """The handle that :func:`find_nonfinite` returns."""
 
+    __slots__ = ("_backward", "_clock", "_emit", "_forward", "_root", "found")
 
-class _Search:
-    """Measures modules' values, and looks for the first bad one when forward returns and backward ends."""
-
-    __slots__ = ("_backward", "_clock", "_forward", "_root", "_sink", "found")
-
-    def __init__(self, model: nn.Module, sink: Sink | None, *, count_inf: bool) -> None:
+    def __init__(
+        self, registration: Registration, model: nn.Module, sink: Sink | None, *, count_inf: bool
+    ) -> None:
+        super().__init__(registration, each=False)
         self._root = unwrap(model)
-        self._sink = sink
+        self._emit = sink
         self._forward = ValuesSeen("forward", count_inf=count_inf)
         self._backward = ValuesSeen("backward", count_inf=count_inf)
         self._clock = BackwardClock(
             on_begin=self._backward.clear, on_end=lambda: self._judge(self._backward)
         )
         self.found: Finding | None = None
-        """The first finding."""
+        """The first finding; ``None`` while everything was finite."""
 
-    def attach(self, registration: Registration, site: Site) -> None:
+    def _attach(self, site: Site) -> None:
         """Hook one module, for forward and backward."""
+        registration = self._registration
         on_inputs(registration, site, self._gradient("input gradient", site))
         registration.forward_pre(site, self._begin(site))
         on_outputs(registration, site, self._gradient("output gradient", site))
         registration.forward(site, self._end(site))
         for name, parameter in own_parameters(site.module):
             if parameter.requires_grad:
-                path = f"{site.path}.{name}" if site.path else name
+                path = join(site.path, name)
                 registration.accumulated(path, parameter, self._accumulated(site))
 
-    def end(self, *, raising: bool) -> None:
-        """Check the values of a forward that raised, or of modules called without the whole model."""
-        try:
-            self._judge(self._forward, raising=raising)
-        finally:
-            if self._sink is not None:
-                self._sink.close()
+    def _finish(self, error: BaseException | None) -> bool:
+        # The values of a forward that raised, or of modules called without the whole model.
+        self._judge(self._forward, raising=error is None)
+        return False
 
     def _judge(self, timeline: ValuesSeen, *, raising: bool = True) -> None:
         finding = timeline.judge()
         if finding is None:
             return
         self.found = self.found or finding
-        if self._sink is not None:
-            self._sink.emit(finding)
+        if self._emit is not None:
+            self._emit(finding)
         elif raising:
             raise NonFiniteError(str(finding))
 
-    def _begin(self, site: Site) -> Make:
-        def make(record: HookRecord) -> Callable[..., None]:
-            def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-                record.fired += 1
-                if in_backward():
-                    return
-                if site.module is self._root:
-                    self._forward.clear()
-                self._forward.see("input", site, (args, kwargs))
+    def _begin(self, site: Site) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if in_backward():
+                return
+            if site.module is self._root:
+                self._forward.clear()
+            self._forward.see("input", site, (args, kwargs))
 
-            return hook
+        return hook
 
-        return make
+    def _end(self, site: Site) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if in_backward():
+                return
+            self._forward.see("output", site, output)
+            if site.module is self._root:
+                self._judge(self._forward)
 
-    def _end(self, site: Site) -> Make:
-        def make(record: HookRecord) -> Callable[..., None]:
-            def hook(module: nn.Module, args: Any, output: Any) -> None:
-                record.fired += 1
-                if in_backward():
-                    return
-                self._forward.see("output", site, output)
-                if site.module is self._root:
-                    self._judge(self._forward)
+        return hook
 
-            return hook
+    def _gradient(self, kind: Kind, site: Site) -> Callable[[torch.Tensor], None]:
+        def hook(gradient: torch.Tensor) -> None:
+            self._clock.begin()
+            self._backward.see(kind, site, gradient)
 
-        return make
+        return hook
 
-    def _gradient(self, kind: Kind, site: Site) -> Make:
-        def make(record: HookRecord) -> Callable[[torch.Tensor], None]:
-            def hook(gradient: torch.Tensor) -> None:
-                record.fired += 1
-                if not self._clock.running:
-                    self._clock.begin()
-                self._backward.see(kind, site, gradient)
+    def _accumulated(self, site: Site) -> Callable[[torch.Tensor], None]:
+        def hook(parameter: torch.Tensor) -> None:
+            self._clock.begin()
+            if parameter.grad is not None:
+                self._backward.see("parameter gradient", site, parameter.grad)
 
-            return hook
-
-        return make
-
-    def _accumulated(self, site: Site) -> Make:
-        def make(record: HookRecord) -> Callable[[torch.Tensor], None]:
-            def hook(parameter: torch.Tensor) -> None:
-                record.fired += 1
-                if not self._clock.running:
-                    self._clock.begin()
-                if parameter.grad is not None:
-                    self._backward.see("parameter gradient", site, parameter.grad)
-
-            return hook
-
-        return make
+        return hook

@@ -1,7 +1,7 @@
 """Hooks that are registered together and removed together.
 
-Each hook function has its :class:`HookRecord` as an attribute. With it ``hooks_on`` recognizes the hooks of
-this package, and a handle knows which of its hooks never fired.
+Each hook function counts its calls in a :class:`HookRecord`, which it has as an attribute. With it ``hooks_on``
+recognizes the hooks of this package, and a handle knows which of its hooks never fired.
 """
 
 from __future__ import annotations
@@ -10,34 +10,30 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
+from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from .._text import level_of_program
+from .._torch.hook_dicts import plain_function
 from ._paths import Site
 
-__all__ = ["HookRecord", "Make", "Registration", "caller", "record_of"]
+__all__ = ["HookRecord", "Registration", "record_of"]
 
 _ATTRIBUTE = "__backstash_record__"
 
 
+@dataclass(slots=True)
 class HookRecord:
-    """Where and when a hook of this package was registered, and how often it fired."""
+    """A hook of this package, and how often it fired."""
 
-    __slots__ = ("fired", "kind", "owner", "path", "registered_at", "since")
-
-    def __init__(self, kind: str, path: str, owner: str, registered_at: str, since: float) -> None:
-        self.kind = kind
-        self.path = path
-        self.owner = owner
-        self.registered_at = registered_at
-        self.since = since
-        self.fired = 0
-
-
-Make = Callable[[HookRecord], Callable[..., Any]]
+    kind: str
+    path: str
+    registration: Registration
+    fired: int = 0
 
 
 def record_of(function: object) -> HookRecord | None:
@@ -45,23 +41,13 @@ def record_of(function: object) -> HookRecord | None:
     return getattr(function, _ATTRIBUTE, None)
 
 
-def caller() -> tuple[FrameType, int]:
-    """Return the nearest frame outside this package, and the ``stacklevel`` with which a warning names it."""
-    package = __name__.rpartition(".")[0]
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(package):
-        frame = frame.f_back
-        level += 1
-    return frame, level
-
-
 class Registration:
-    """The hooks of one handle. Each ``make`` takes the hook's record and returns the hook function."""
+    """The hooks of one handle."""
 
     __slots__ = (
         "_graph_hooks",
-        "_hooks",
         "_prune_at",
+        "_undo",
         "owner",
         "records",
         "registered_at",
@@ -70,11 +56,11 @@ class Registration:
 
     def __init__(self, owner: str) -> None:
         self.owner = owner
-        frame, _ = caller()
+        frame = sys._getframe(level_of_program() - 1)
         self.registered_at = f"{frame.f_code.co_filename}:{frame.f_lineno}"
         self.since = time.time()
         self.records: list[HookRecord] = []
-        self._hooks: list[RemovableHandle] = []
+        self._undo: list[Callable[[], object]] = []
         self._graph_hooks: list[RemovableHandle] = []
         self._prune_at = 256
 
@@ -88,49 +74,43 @@ class Registration:
             raise
 
     def record(self, kind: str, path: str) -> HookRecord:
-        """Add a record without a hook. Hooks that each forward registers again keep its count."""
-        made = HookRecord(kind, path, self.owner, self.registered_at, self.since)
+        """Add a record without a hook. Its owner counts."""
+        made = HookRecord(kind, path, self)
         self.records.append(made)
         return made
 
-    def _made(self, kind: str, path: str, make: Make) -> Callable[..., Any]:
-        record = HookRecord(kind, path, self.owner, self.registered_at, self.since)
-        hook = make(record)
-        setattr(hook, _ATTRIBUTE, record)
-        self.records.append(record)
-        return hook
+    def counted(self, kind: str, path: str, hook: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``hook`` as a function that counts its calls in a new record."""
+        record = self.record(kind, path)
 
-    def forward(
-        self,
-        site: Site,
-        make: Make,
-        *,
-        counts: str = "forward",
-        with_kwargs: bool = False,
-        always_call: bool = False,
-    ) -> None:
-        """Register a forward hook on a module; ``counts`` says in words what its record counts."""
-        hook = self._made(counts, site.path, make)
-        self._hooks.append(
-            site.module.register_forward_hook(
-                hook, with_kwargs=with_kwargs, always_call=always_call
-            )
-        )
+        @wraps(plain_function(hook))
+        def counting(*args: Any) -> Any:
+            record.fired += 1
+            return hook(*args)
 
-    def forward_pre(self, site: Site, make: Make, *, counts: str = "forward pre") -> None:
+        setattr(counting, _ATTRIBUTE, record)
+        return counting
+
+    def forward(self, site: Site, hook: Callable[..., Any], *, always_call: bool = False) -> None:
+        """Register a forward hook on a module; it gets the keyword inputs too."""
+        hook = self.counted("forward", site.path, hook)
+        register = site.module.register_forward_hook
+        self.on_remove(register(hook, with_kwargs=True, always_call=always_call).remove)
+
+    def forward_pre(self, site: Site, hook: Callable[..., Any]) -> None:
         """Register a forward pre-hook on a module; it gets the keyword inputs too."""
-        hook = self._made(counts, site.path, make)
-        self._hooks.append(site.module.register_forward_pre_hook(hook, with_kwargs=True))
+        hook = self.counted("forward pre", site.path, hook)
+        self.on_remove(site.module.register_forward_pre_hook(hook, with_kwargs=True).remove)
 
-    def gradient(self, name: str, tensor: torch.Tensor, make: Make) -> None:
+    def gradient(self, name: str, tensor: torch.Tensor, hook: Callable[..., Any]) -> None:
         """Register a hook on a tensor's gradient, before it is accumulated."""
-        hook = self._made("gradient", name, make)
-        self._hooks.append(tensor.register_hook(hook))  # type: ignore[no-untyped-call]
+        hook = self.counted("gradient", name, hook)
+        self.on_remove(tensor.register_hook(hook).remove)  # type: ignore[no-untyped-call]
 
-    def accumulated(self, name: str, tensor: torch.Tensor, make: Make) -> None:
+    def accumulated(self, name: str, tensor: torch.Tensor, hook: Callable[..., Any]) -> None:
         """Register a hook on a leaf, after its ``.grad`` was accumulated."""
-        hook = self._made("accumulated gradient", name, make)
-        self._hooks.append(tensor.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+        hook = self.counted("accumulated gradient", name, hook)
+        self.on_remove(tensor.register_post_accumulate_grad_hook(hook).remove)  # type: ignore[no-untyped-call]
 
     def activation(self, tensor: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> None:
         """Register a hook on the gradient of a graph's tensor; it goes with the graph or in :meth:`remove`."""
@@ -141,8 +121,13 @@ class Registration:
             self._prune_at = 256 + 2 * len(alive)
         handles.append(tensor.register_hook(hook))  # type: ignore[no-untyped-call]
 
+    def on_remove(self, undo: Callable[[], object]) -> None:
+        """Call ``undo()`` in :meth:`remove`; what was added last is called first."""
+        self._undo.append(undo)
+
     def remove(self) -> None:
         """Remove every hook of this registration and no other; calling it again does nothing."""
-        for hooks in (self._hooks, self._graph_hooks):
-            while hooks:
-                hooks.pop().remove()
+        while self._graph_hooks:
+            self._graph_hooks.pop().remove()
+        while self._undo:
+            self._undo.pop()()

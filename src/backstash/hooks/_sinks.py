@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from ..errors import UsageError
+from ._registration import Registration
 
 __all__ = ["Report", "Sink", "open_sink"]
 
@@ -27,80 +27,53 @@ class Report(Protocol):
         """Yield the report as curves: tags and values."""
 
 
-class Sink(ABC):
-    """Takes reports until it is closed."""
-
-    @abstractmethod
-    def emit(self, report: Report) -> None:
-        """Take one report."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Close the file that the sink itself opened, if any; calling it again does nothing."""
+Sink = Callable[[Any], object]
+"""Takes one report."""
 
 
-class _CallableSink(Sink):
-    def __init__(self, call: Callable[[Any], Any]) -> None:
-        self._call = call
-
-    def emit(self, report: Report) -> None:
-        self._call(report)
-
-    def close(self) -> None:
-        pass
-
-
-class _Curves(Sink):
-    def __init__(self, writer: Any) -> None:
-        self._writer = writer
-
-    def emit(self, report: Report) -> None:
-        for tag, value in report.scalars():
-            self._writer.add_scalar(tag, value, report.step)
-
-    def close(self) -> None:
-        pass
-
-
-class _Lines(Sink):
-    """Writes one line for each report and flushes it, so that a killed job leaves whole lines."""
-
-    def __init__(self, file: Any, *, owned: bool) -> None:
-        self._file = file
-        self._owned = owned
-
-    def emit(self, report: Report) -> None:
-        self._file.write(json.dumps(report.as_dict(), allow_nan=False) + "\n")
-        if hasattr(self._file, "flush"):
-            self._file.flush()
-
-    def close(self) -> None:
-        if self._owned:
-            self._file.close()
-
-
-def open_sink(to: Any) -> Sink:
-    """Open the sink that ``to=`` selects.
+def open_sink(to: Any, registration: Registration) -> Sink:
+    """Return the sink that ``to=`` selects. A file that it opens is closed with the registration.
 
     Args:
         to: a callable (``print``); an object with ``add_scalar(tag, value, step)`` (TensorBoard's writer); an
             open text file; a path, to which lines are appended; ``None`` for nowhere.
+        registration: the hooks that report.
 
     Raises:
         UsageError: for anything else.
         OSError: the file cannot be opened.
     """
     if to is None:
-        return _CallableSink(lambda report: None)
+        return lambda report: None
     if hasattr(to, "add_scalar"):
-        return _Curves(to)
-    if hasattr(to, "write"):
-        return _Lines(to, owned=False)
+        return _curves(to)
     if isinstance(to, (str, os.PathLike)):
-        return _Lines(open(to, "a", encoding="utf-8"), owned=True)
+        to = open(to, "a", encoding="utf-8")
+        registration.on_remove(to.close)
+    if hasattr(to, "write"):
+        return _lines(to)
     if callable(to):
-        return _CallableSink(to)
+        return to  # type: ignore[no-any-return]
     raise UsageError(
         f"to={to!r} cannot take reports; allowed: a callable such as print, a path or an open text file "
         "(JSON lines), an object with add_scalar (TensorBoard), None"
     )
+
+
+def _curves(writer: Any) -> Sink:
+    def emit(report: Report) -> None:
+        for tag, value in report.scalars():
+            writer.add_scalar(tag, value, report.step)
+
+    return emit
+
+
+def _lines(file: Any) -> Sink:
+    """Return a sink that writes one line for each report and flushes it: a killed job leaves whole lines."""
+
+    def emit(report: Report) -> None:
+        file.write(json.dumps(report.as_dict(), allow_nan=False) + "\n")
+        if hasattr(file, "flush"):
+            file.flush()
+
+    return emit

@@ -17,71 +17,12 @@ from ._clock import BackwardClock
 from ._distributed import is_ddp
 from ._handle import Handle
 from ._names import select_tensors
-from ._registration import HookRecord, Make, Registration
+from ._registration import Registration
 
 __all__ = ["StepInBackward", "step_in_backward"]
 
 
 Factory = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
-
-
-class StepInBackward(Handle):
-    """The handle that :func:`step_in_backward` returns; it takes the optimizer's place in a training loop."""
-
-    __slots__ = ("_guard", "_stepper")
-
-    def __init__(
-        self, registration: Registration, stepper: _Stepper, guard: _ClipGuard | None
-    ) -> None:
-        super().__init__(registration)
-        self._stepper = stepper
-        self._guard = guard
-
-    @property
-    def optimizers(self) -> Mapping[str, torch.optim.Optimizer]:
-        """The optimizer of each parameter, by the parameter's path."""
-        return MappingProxyType(self._stepper.optimizers)
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The parameter groups of all optimizers; set a learning rate by ``group["lr"] = 1e-4`` in each."""
-        return [group for o in self._stepper.optimizers.values() for group in o.param_groups]
-
-    def step(self) -> None:
-        """Mark the end of one training step; backward has stepped the parameters already.
-
-        Raises:
-            UsageError: more than one backward ran since the last ``step()``. That did not accumulate
-                gradients: each backward was a step. After the first ``step()``, a second backward
-                before the next ``step()`` raises as well. Not with ``allow=["accumulation"]``.
-        """
-        self._stepper.mark()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Do nothing, as backward leaves no gradient; it is here for loops that call it."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of every optimizer, by the parameter's path."""
-        return {path: o.state_dict() for path, o in self._stepper.optimizers.items()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned.
-
-        Raises:
-            UsageError: the paths differ from the ones of this handle; nothing is loaded then.
-        """
-        odd = sorted(state.keys() ^ self._stepper.optimizers.keys())
-        if odd:
-            raise UsageError(
-                f"state: {', '.join(odd[:4])} on one side only; load it into the same model"
-            )
-        for path, optimizer in self._stepper.optimizers.items():
-            optimizer.load_state_dict(state[path])
-
-    def _finish(self, error: BaseException | None) -> bool:
-        if self._guard is not None:
-            self._guard.remove()
-        return False
 
 
 def step_in_backward(
@@ -154,19 +95,15 @@ def step_in_backward(
         _refuse_leftover(parameters.items())
     if "scaler" not in allow:
         _refuse_scaler()
-    return _attach(optimizer_factory, parameters, allow)
-
-
-def _attach(
-    factory: Factory, parameters: dict[str, torch.Tensor], allow: Collection[str]
-) -> StepInBackward:
-    stepper = _Stepper({path: _made(factory, p, path) for path, p in parameters.items()}, allow)
+    optimizers = {path: _made(optimizer_factory, p, path) for path, p in parameters.items()}
     registration = Registration("step_in_backward")
     with registration.all_or_none():
+        handle = StepInBackward(registration, optimizers, allow)
         for path, parameter in parameters.items():
-            registration.accumulated(path, parameter, stepper.hook(path))
-        guard = _ClipGuard(parameters.values()) if "clipping" not in allow else None
-    return StepInBackward(registration, stepper, guard)
+            registration.accumulated(path, parameter, handle._hook(path))
+        if "clipping" not in allow:
+            registration.on_remove(_refuse_clipping(parameters.values()))
+    return handle
 
 
 def _made(factory: Factory, parameter: torch.Tensor, path: str) -> torch.optim.Optimizer:
@@ -179,20 +116,68 @@ def _made(factory: Factory, parameter: torch.Tensor, path: str) -> torch.optim.O
     return optimizer
 
 
-class _Stepper:
-    """Steps each parameter's optimizer, and counts the backwards since the caller last called ``step()``."""
+class StepInBackward(Handle):
+    """The handle that :func:`step_in_backward` returns; it takes the optimizer's place in a training loop."""
 
-    __slots__ = ("_allow", "_clock", "_marked", "_stepped", "_unchecked", "optimizers")
+    __slots__ = ("_allow", "_clock", "_marked", "_optimizers", "_stepped", "_unchecked")
 
     def __init__(
-        self, optimizers: Mapping[str, torch.optim.Optimizer], allow: Collection[str]
+        self,
+        registration: Registration,
+        optimizers: dict[str, torch.optim.Optimizer],
+        allow: Collection[str],
     ) -> None:
-        self.optimizers = dict(optimizers)
+        super().__init__(registration)
+        self._optimizers = optimizers
         self._allow = frozenset(allow)
-        self._unchecked = "scaler" not in self._allow
+        self._unchecked = "scaler" not in allow
         self._clock = BackwardClock(on_begin=self._begin, on_end=lambda: None)
         self._marked: int | None = None
         self._stepped: set[str] = set()  # in this backward
+
+    @property
+    def optimizers(self) -> Mapping[str, torch.optim.Optimizer]:
+        """The optimizer of each parameter, by the parameter's path."""
+        return MappingProxyType(self._optimizers)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The parameter groups of all optimizers; set a learning rate by ``group["lr"] = 1e-4`` in each."""
+        return [group for o in self._optimizers.values() for group in o.param_groups]
+
+    def step(self) -> None:
+        """Mark the end of one training step; backward has stepped the parameters already.
+
+        Raises:
+            UsageError: more than one backward ran since the last ``step()``. That did not accumulate
+                gradients: each backward was a step. After the first ``step()``, a second backward
+                before the next ``step()`` raises as well. Not with ``allow=["accumulation"]``.
+        """
+        done = self._clock.backwards - (self._marked or 0)
+        self._marked = self._clock.backwards
+        if done > 1:
+            self._refuse_accumulation(done)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Do nothing, as backward leaves no gradient; it is here for loops that call it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of every optimizer, by the parameter's path."""
+        return {path: o.state_dict() for path, o in self._optimizers.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what :meth:`state_dict` returned.
+
+        Raises:
+            UsageError: the paths differ from the ones of this handle; nothing is loaded then.
+        """
+        odd = sorted(state.keys() ^ self._optimizers.keys())
+        if odd:
+            raise UsageError(
+                f"state: {', '.join(odd[:4])} on one side only; load it into the same model"
+            )
+        for path, optimizer in self._optimizers.items():
+            optimizer.load_state_dict(state[path])
 
     def _begin(self) -> None:
         self._stepped.clear()
@@ -212,14 +197,6 @@ class _Stepper:
             'with checkpointing, or pass allow=["accumulation"]'
         )
 
-    def mark(self) -> None:
-        """Handle the caller's ``step()``: raise if more than one backward ran since the last one."""
-        done = self._clock.backwards - (self._marked or 0)
-        if done > 1:
-            self._marked = self._clock.backwards
-            self._refuse_accumulation(done)
-        self._marked = self._clock.backwards
-
     def _begin_step(self, path: str) -> None:
         if path in self._stepped and "accumulation" not in self._allow:
             raise UsageError(
@@ -229,27 +206,21 @@ class _Stepper:
             )
         self._stepped.add(path)
 
-    def hook(self, path: str) -> Make:
+    def _hook(self, path: str) -> Callable[[torch.Tensor], None]:
         """Make the hook that steps the parameter at ``path``."""
-        optimizer = self.optimizers[path]
-        clock = self._clock
+        optimizer = self._optimizers[path]
 
-        def make(record: HookRecord) -> Callable[[torch.Tensor], None]:
-            def hook(parameter: torch.Tensor) -> None:
-                record.fired += 1
-                if not clock.running:
-                    try:
-                        clock.begin()
-                    except UsageError:
-                        parameter.grad = None  # no later step may use it
-                        raise
-                self._begin_step(path)
-                optimizer.step()
-                parameter.grad = None
+        def hook(parameter: torch.Tensor) -> None:
+            try:
+                self._clock.begin()
+            except UsageError:
+                parameter.grad = None  # no later step may use it
+                raise
+            self._begin_step(path)
+            optimizer.step()
+            parameter.grad = None
 
-            return hook
-
-        return make
+        return hook
 
 
 _ALLOWED = ("accumulation", "clipping", "scaler")
@@ -279,42 +250,36 @@ def _refuse_scaler() -> None:
         )
 
 
-_guards: list[_ClipGuard] = []
+_refused: list[list[torch.Tensor]] = []
 
 
-class _ClipGuard:
-    """Makes ``clip_grad_norm_`` raise for parameters whose gradients are gone; it would return 0 for them.
+def _refuse_clipping(parameters: Iterable[torch.Tensor]) -> Callable[[], None]:
+    """Make ``clip_grad_norm_`` raise for parameters whose gradients are gone. Return what undoes that.
 
-    PyTorch has no hook for this. Its clipping functions all call one private function; while a guard is
-    alive, that function has a check in front of it. Where PyTorch lacks the function, nothing is guarded.
+    It would return 0 for them. PyTorch has no hook for this. Its clipping functions all call one private
+    function; while any parameters are refused, that function has a check in front of it. Where PyTorch lacks
+    the function, nothing is refused.
     """
+    mine = list(parameters)
+    current = norm_clipping()
+    original: Callable[..., Any] | None = getattr(current, "guarded", current)
+    if original is not None:
+        replace_norm_clipping(_guarded(original))
+    _refused.append(mine)
 
-    __slots__ = ("_original", "_parameters")
+    def undo() -> None:
+        _refused[:] = [each for each in _refused if each is not mine]
+        if not _refused and original is not None:
+            replace_norm_clipping(original)
 
-    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
-        self._parameters = {id(parameter): parameter for parameter in parameters}
-        current = norm_clipping()
-        self._original: Callable[..., Any] | None = getattr(current, "guarded", current)
-        if self._original is not None:
-            _guards.append(self)
-            replace_norm_clipping(_guarded(self._original))
-
-    def covers(self, parameters: Iterable[torch.Tensor]) -> bool:
-        """Return whether one of the parameters is this guard's."""
-        return any(id(parameter) in self._parameters for parameter in parameters)
-
-    def remove(self) -> None:
-        """Remove this guard. If it is the last one, restore PyTorch's own function."""
-        if self in _guards:
-            _guards.remove(self)
-            if not _guards and self._original is not None:
-                replace_norm_clipping(self._original)
+    return undo
 
 
 def _guarded(original: Callable[..., Any]) -> Callable[..., Any]:
     def check(parameters: Any, *args: Any, **kwargs: Any) -> Any:
         listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        if any(guard.covers(listed) for guard in _guards):
+        refused = {id(parameter) for each in _refused for parameter in each}
+        if not refused.isdisjoint(map(id, listed)):
             raise UsageError(
                 "clip_grad_norm_: step_in_backward has already used and freed these gradients, so "
                 "there is nothing to clip; use backstash.hooks.clip_gradients, which clips inside "

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +17,7 @@ from .._torch.unchanged import unchanged
 from ..errors import UsageError
 from ..units import format_bytes
 from ._paths import Site, depth_of, walk
-from ._registration import HookRecord, Make, Registration
+from ._registration import Registration
 from ._tree import inputs_of, shapes_of
 
 __all__ = ["Summary", "SummaryRow", "summary"]
@@ -128,19 +127,35 @@ def summary(model: nn.Module, /, *args: Any, **kwargs: Any) -> Summary:
     -------  ----------  ---------  --------  ----------  --------
     total                                         16,448    20 KiB
     """
-    rows = _SummaryRows(model)
+    forward = _MeasuredForward(model)
     registration = Registration("summary")
     try:
-        rows.attach(registration)
-        with torch.enable_grad(), unchanged(model), rows.saved.counting():
+        forward.attach(registration)
+        hooks = torch.autograd.graph.saved_tensors_hooks(forward.pack, lambda tensor: tensor)
+        with torch.enable_grad(), unchanged(model), hooks:
             model(*args, **kwargs)
     finally:
         registration.remove()
-    return rows.made()
+    return forward.summary()
 
 
-class _SummaryRows:
-    """Collects what each module takes, returns and saves in one forward."""
+@dataclass(slots=True)
+class _Measured:
+    """The part of a row that a forward shows."""
+
+    calls: int = 0
+    inputs: str = "-"
+    output: str = "-"
+    saved_bytes: int = 0
+
+
+class _MeasuredForward:
+    """Collects what each module takes, returns and saves in one forward.
+
+    Saved storages are counted once each, for the module that was running when the first was saved. The
+    storages of parameters and buffers are not counted: they exist without backward too. Nothing is counted
+    inside a region with saved-tensor hooks of its own (activation checkpointing).
+    """
 
     def __init__(self, model: nn.Module) -> None:
         if any(is_compiled(module) for module in model.modules()):
@@ -149,10 +164,12 @@ class _SummaryRows:
                 "was given to torch.compile"
             )
         self._sites = list({id(s.module): s for _, s in reversed(list(walk(model)))}.values())[::-1]
-        self._calls: dict[str, int] = {}
-        self._inputs: dict[str, str] = {}
-        self._outputs: dict[str, str] = {}
-        self.saved = _SavedBytes((*model.parameters(), *model.buffers()))
+        self._measured: dict[str, _Measured] = defaultdict(_Measured)
+        self._running: list[str] = []  # the paths of the modules that run now, innermost last
+        # Storages are held until the count ends: the identity of a freed one could be used again.
+        self._seen: dict[int, torch.UntypedStorage] = {}
+        for tensor in (*model.parameters(), *model.buffers()):
+            self._count(tensor)
 
     def attach(self, registration: Registration) -> None:
         """Hook every module that can be called."""
@@ -161,88 +178,54 @@ class _SummaryRows:
                 registration.forward_pre(site, self._begin(site.path))
                 registration.forward(site, self._end(site.path), always_call=True)
 
-    def _begin(self, path: str) -> Make:
-        def make(record: HookRecord) -> Callable[..., None]:
-            def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-                record.fired += 1
-                self._calls[path] = self._calls.get(path, 0) + 1
-                self._inputs[path] = inputs_of(args, kwargs)
-                self.saved.running.append(path)
+    def _begin(self, path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            self._measured[path].calls += 1
+            self._measured[path].inputs = inputs_of(args, kwargs)
+            self._running.append(path)
 
-            return hook
+        return hook
 
-        return make
+    def _end(self, path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if self._running[-1:] == [path]:  # else another pre-hook raised before ours
+                self._measured[path].output = shapes_of(output)
+                self._running.pop()
 
-    def _end(self, path: str) -> Make:
-        def make(record: HookRecord) -> Callable[..., None]:
-            def hook(module: nn.Module, args: Any, output: Any) -> None:
-                if self.saved.running[-1:] != [path]:
-                    return  # another pre-hook raised before this call was recorded
-                record.fired += 1
-                self._outputs[path] = shapes_of(output)
-                self.saved.running.pop()
+        return hook
 
-            return hook
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Count a tensor that is saved."""
+        path = self._running[-1] if self._running else ""
+        self._measured[path].saved_bytes += self._count(tensor)
+        # Not the tensor itself: one that is its own node's output would keep itself alive.
+        return tensor.detach()
 
-        return make
-
-    def made(self) -> Summary:
-        """Return the summary of the forward that ran."""
-        seen: set[int] = set()
-        return Summary(tuple(self._row(site, seen) for site in self._sites))
-
-    def _row(self, site: Site, seen: set[int]) -> SummaryRow:
-        own = [p for _, p in own_parameters(site.module) if id(p) not in seen]
-        own = list({id(p): p for p in own}.values())
-        seen.update(map(id, own))
-        return SummaryRow(
-            path=site.path,
-            kind=type(site.module).__name__,
-            depth=depth_of(site.path),
-            calls=self._calls.get(site.path, 0),
-            inputs=self._inputs.get(site.path, "-"),
-            output=self._outputs.get(site.path, "-"),
-            parameters=sum(p.numel() for p in own),
-            trainable=sum(p.numel() for p in own if p.requires_grad),
-            saved_bytes=self.saved.by_path.get(site.path, 0),
-        )
-
-
-class _SavedBytes:
-    """Counts saved storages once each, for the module that was running when the first was saved.
-
-    The storages of parameters and buffers are not counted: they exist without backward too. Nothing is
-    counted inside a region with saved-tensor hooks of its own (activation checkpointing).
-    """
-
-    def __init__(self, owned: Iterable[torch.Tensor]) -> None:
-        self.by_path: dict[str, int] = defaultdict(int)
-        """Bytes by the path of the innermost module."""
-        self.running: list[str] = []
-        """The paths of the modules that run now, innermost last."""
-        # Storages are held until the count ends: the identity of a freed one could be used again.
-        self._seen: dict[int, torch.UntypedStorage] = {}
-        for tensor in owned:
-            self._see(tensor)
-
-    def _see(self, tensor: torch.Tensor) -> int:
+    def _count(self, tensor: torch.Tensor) -> int:
+        """Return the bytes of a tensor's storage; 0 if it was counted before."""
         storage = storage_of(tensor)
         if storage is None or storage_identity(storage) in self._seen:
             return 0
         self._seen[storage_identity(storage)] = storage
         return storage.nbytes()
 
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        path = self.running[-1] if self.running else ""
-        self.by_path[path] += self._see(tensor)
-        # Not the tensor itself: one that is its own node's output would keep itself alive.
-        return tensor.detach()
+    def summary(self) -> Summary:
+        """Return the summary of the forward that ran."""
+        seen: set[int] = set()
+        return Summary(tuple(self._row(site, seen) for site in self._sites))
 
-    @contextmanager
-    def counting(self) -> Iterator[None]:
-        """Counts what is saved inside the block; the storages are freed at its end."""
-        try:
-            with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
-                yield
-        finally:
-            self._seen.clear()
+    def _row(self, site: Site, seen: set[int]) -> SummaryRow:
+        own = {id(p): p for _, p in own_parameters(site.module) if id(p) not in seen}
+        seen.update(own)
+        measured = self._measured[site.path]
+        return SummaryRow(
+            path=site.path,
+            kind=type(site.module).__name__,
+            depth=depth_of(site.path),
+            calls=measured.calls,
+            inputs=measured.inputs,
+            output=measured.output,
+            parameters=sum(p.numel() for p in own.values()),
+            trainable=sum(p.numel() for p in own.values() if p.requires_grad),
+            saved_bytes=measured.saved_bytes,
+        )

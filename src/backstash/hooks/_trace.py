@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,29 +13,16 @@ from torch import nn
 from .._text import clean
 from .._torch.engine import in_backward
 from ..errors import UsageError
+from ._calls import OpenCalls
 from ._compiled import warn_if_compiled
 from ._handle import Handle
 from ._names import Names, select
 from ._paths import Site, depth_of
-from ._registration import HookRecord, Make, Registration
+from ._registration import Registration
 from ._sinks import Sink, open_sink
 from ._tree import device_of, dtype_of, inputs_of, shapes_of
 
 __all__ = ["CallTrace", "ModuleCall", "trace"]
-
-
-class CallTrace(Handle):
-    """The handle that :func:`trace` returns."""
-
-    __slots__ = ("_sink",)
-
-    def __init__(self, registration: Registration, sink: Sink) -> None:
-        super().__init__(registration, each=False)
-        self._sink = sink
-
-    def _finish(self, error: BaseException | None) -> bool:
-        self._sink.close()
-        return False
 
 
 def trace(
@@ -80,27 +64,14 @@ def trace(
     """
     if depth is not None and (not isinstance(depth, int) or depth < 0):
         raise UsageError(f"depth={depth!r} is not a depth; allowed: an int, at least 0, or None")
-    sites = [
-        site
-        for site in select(model, _any if names is None else names)
-        if depth is None or depth_of(site.path) <= depth
-    ]
+    sites = [site for site in select(model, names) if depth is None or depth_of(site.path) <= depth]
     registration = Registration("trace")
-    sink = open_sink(to)
-    try:
-        with registration.all_or_none():
-            watch = _Stopwatch(sink, sync=sync)
-            for site in sites:
-                watch.attach(registration, site)
-            warn_if_compiled(model, sites, owner="trace")
-    except BaseException:
-        sink.close()
-        raise
-    return CallTrace(registration, sink)
-
-
-def _any(path: str, module: nn.Module) -> bool:
-    return True
+    with registration.all_or_none():
+        handle = CallTrace(registration, open_sink(to, registration), sync=sync)
+        for site in sites:
+            handle._attach(site)
+        warn_if_compiled(model, sites, owner="trace")
+    return handle
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,64 +116,45 @@ class ModuleCall:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Begun:
-    """A call that has not returned yet."""
+class CallTrace(Handle):
+    """The handle that :func:`trace` returns."""
 
-    inputs: str
-    handling: BaseException | None
-    began: float
+    __slots__ = ("_count", "_emit", "_sync")
 
-
-class _Stopwatch:
-    """Times the calls of modules, on any thread, and emits a :class:`ModuleCall` for each."""
-
-    def __init__(self, sink: Sink, *, sync: bool) -> None:
-        self._sink = sink
+    def __init__(self, registration: Registration, sink: Sink, *, sync: bool) -> None:
+        super().__init__(registration, each=False)
+        self._emit = sink
         self._sync = sync and torch.accelerator.is_available()
-        self._begun: dict[tuple[int, str], list[_Begun]] = defaultdict(list)
         self._count = 0
 
-    def attach(self, registration: Registration, site: Site) -> None:
+    def _attach(self, site: Site) -> None:
         """Hook the begin and the end of a module's calls, an end by an exception too."""
-        registration.forward_pre(site, self._begin(site))
-        registration.forward(site, self._end(site), always_call=True)
+        calls = OpenCalls[tuple[str, float]]()
+
+        def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
+            # Described now: the module may change its inputs.
+            inputs = inputs_of(args, kwargs)
+            calls.begin((inputs, self._now()))
+
+        def end(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            now = self._now()
+            begun, failed = calls.end()
+            if begun is not None:
+                inputs, began = begun
+                raised = failed and output is None
+                self._report(site, inputs, output, seconds=now - began, raised=raised)
+
+        self._registration.forward_pre(site, begin)
+        self._registration.forward(site, end, always_call=True)
 
     def _now(self) -> float:
         if self._sync:
             torch.accelerator.synchronize()
         return time.perf_counter()
 
-    def _begin(self, site: Site) -> Make:
-        def make(record: HookRecord) -> Callable[..., None]:
-            def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-                record.fired += 1
-                # Described now: the module may change its inputs.
-                inputs = inputs_of(args, kwargs)
-                begun = _Begun(inputs, sys.exc_info()[1], self._now())
-                self._begun[threading.get_ident(), site.path].append(begun)
-
-            return hook
-
-        return make
-
-    def _end(self, site: Site) -> Make:
-        def make(record: HookRecord) -> Callable[..., None]:
-            def hook(module: nn.Module, args: Any, output: Any) -> None:
-                record.fired += 1
-                self._emit(site, output)
-
-            return hook
-
-        return make
-
-    def _emit(self, site: Site, output: Any) -> None:
-        now = self._now()
-        begun = self._begun[threading.get_ident(), site.path]
-        if not begun:
-            return
-        call = begun.pop()
-        raised = output is None and sys.exc_info()[1] is not call.handling
+    def _report(
+        self, site: Site, inputs: str, output: Any, *, seconds: float, raised: bool
+    ) -> None:
         again = in_backward()
         # torch ends a recomputation by an exception as soon as it has what it needs.
         unfinished = "ended early" if again else "raised"
@@ -211,12 +163,12 @@ class _Stopwatch:
             path=site.path,
             kind=type(site.module).__name__,
             depth=depth_of(site.path),
-            inputs=call.inputs,
+            inputs=inputs,
             output=unfinished if raised else shapes_of(output),
             dtype=dtype_of(output),
             device=device_of(output),
-            seconds=now - call.began,
+            seconds=seconds,
             recomputed=again,
         )
         self._count += 1
-        self._sink.emit(report)
+        self._emit(report)

@@ -115,17 +115,13 @@ def _joined(start: str, items: list[str], end: str) -> str:
     return start + ", ".join(items[:_SHOWN] + more) + end
 
 
-def _first(value: object) -> torch.Tensor | None:
-    return next(tensors_in(value), None)
-
-
 def dtype_of(value: object) -> str:
     """Return the dtype of the first tensor in a value, without ``torch.``."""
-    tensor = _first(value)
+    tensor = next(tensors_in(value), None)
     return "-" if tensor is None else str(tensor.dtype).removeprefix("torch.")
 
 
 def device_of(value: object) -> str:
     """Return the device of the first tensor in a value."""
-    tensor = _first(value)
+    tensor = next(tensors_in(value), None)
     return "-" if tensor is None else str(tensor.device)

@@ -18,7 +18,7 @@ from ._handle import Handle
 from ._names import Names, Target, select, select_tensors
 from ._on_gradient import on_outputs
 from ._paths import Site
-from ._registration import HookRecord, Make, Registration
+from ._registration import Registration
 from ._sinks import Sink, open_sink
 from ._stats import Stats, StatsRow, fetch, row_of
 
@@ -77,30 +77,6 @@ class GradientReport:
         return "\n".join(lines)
 
 
-class GradientWatch(Handle):
-    """The handle that :func:`watch_gradients` returns."""
-
-    __slots__ = ("_collector",)
-
-    def __init__(self, registration: Registration, collector: _Collector) -> None:
-        super().__init__(registration)
-        self._collector = collector
-
-    @property
-    def last(self) -> GradientReport | None:
-        """The newest report; ``None`` before the first."""
-        return self._collector.last
-
-    @property
-    def backwards(self) -> int:
-        """How many backwards have begun."""
-        return self._collector.backwards
-
-    def _finish(self, error: BaseException | None) -> bool:
-        self._collector.close()
-        return False
-
-
 def watch_gradients(
     model: Target,
     *,
@@ -156,48 +132,38 @@ def watch_gradients(
     if per == "module" and not isinstance(model, nn.Module):
         raise UsageError('per="module" needs a module; tensors are watched with per="parameter"')
     registration = Registration("watch_gradients")
-    sink = open_sink(to)
-    collector = _Collector(model, per, every, sink)
-    try:
-        with registration.all_or_none():
-            _register(registration, collector, model, per, names)
-    except BaseException:
-        sink.close()
-        raise
-    return GradientWatch(registration, collector)
+    with registration.all_or_none():
+        watch = GradientWatch(registration, model, per, every, open_sink(to, registration))
+        if per == "module" and isinstance(model, nn.Module):
+            sites = select(model, names)
+            for site in sites:
+                watch._watch_output(site)
+            warn_if_compiled(model, sites, owner="watch_gradients")
+        else:
+            for name, tensor in select_tensors(model, _tensor_names(names)).items():
+                watch._watch_tensor(name, tensor)
+    return watch
 
 
-def _register(
-    registration: Registration, collector: _Collector, model: Target, per: str, names: Names | None
-) -> None:
-    if per == "module" and isinstance(model, nn.Module):
-        sites = select(model, _called if names is None else names)
-        for site in sites:
-            collector.watch_output(registration, site)
-        warn_if_compiled(model, sites, owner="watch_gradients")
-        return
-    if not (names is None or isinstance(names, str) or _all_strings(names)):
+def _tensor_names(names: Names | None) -> list[str] | None:
+    if names is None:
+        return None
+    given = [names] if isinstance(names, str) or not isinstance(names, Iterable) else list(names)
+    found = [name for name in given if isinstance(name, str)]
+    if len(found) < len(given):
         raise UsageError(
             'classes and callables select modules; name parameters, or use per="module"'
         )
-    for name, tensor in select_tensors(model, names).items():  # type: ignore[arg-type]
-        collector.watch(registration, name, tensor)
+    return found
 
 
-def _called(path: str, module: nn.Module) -> bool:
-    return True
-
-
-def _all_strings(names: Any) -> bool:
-    return isinstance(names, Iterable) and all(isinstance(name, str) for name in names)
-
-
-class _Collector:
-    """Collects rows of statistics in each backward that is reported, and emits the report at its end."""
+class GradientWatch(Handle):
+    """The handle that :func:`watch_gradients` returns."""
 
     __slots__ = (
         "_at_end",
         "_clock",
+        "_emit",
         "_every",
         "_late",
         "_measuring",
@@ -205,15 +171,17 @@ class _Collector:
         "_order",
         "_per",
         "_rows",
-        "_sink",
         "last",
     )
 
-    def __init__(self, model: object, per: str, every: int, sink: Sink) -> None:
+    def __init__(
+        self, registration: Registration, model: object, per: str, every: int, sink: Sink
+    ) -> None:
+        super().__init__(registration)
         self._model = model
         self._per = per if isinstance(model, nn.Module) else "tensor"
         self._every = every
-        self._sink = sink
+        self._emit = sink
         # DDP averages when all gradients are computed, so averaged ones can be read only at the end.
         self._at_end = self._per == "parameter" and is_ddp(model)
         self._order: list[str] = []
@@ -222,66 +190,44 @@ class _Collector:
         self._measuring = False
         self._clock = BackwardClock(on_begin=self._begin, on_end=self._report)
         self.last: GradientReport | None = None
-        """The newest report."""
+        """The newest report; ``None`` before the first."""
 
     @property
     def backwards(self) -> int:
         """How many backwards have begun."""
         return self._clock.backwards
 
-    def close(self) -> None:
-        """Close the sink."""
-        self._sink.close()
-
-    def watch(self, registration: Registration, name: str, tensor: torch.Tensor) -> None:
+    def _watch_tensor(self, name: str, tensor: torch.Tensor) -> None:
         """Hook a tensor: a leaf after accumulation, another as its gradient is computed."""
         self._order.append(name)
         if tensor.is_leaf:
-            registration.accumulated(name, tensor, self._accumulated(name))
+            self._registration.accumulated(name, tensor, self._accumulated(name))
         else:
-            registration.gradient(name, tensor, self._gradient(name))
+            self._registration.gradient(name, tensor, self._gradient(name))
 
-    def watch_output(self, registration: Registration, site: Site) -> None:
+    def _watch_output(self, site: Site) -> None:
         """Hook the gradients of what a module returns."""
         self._order.append(site.path)
-        on_outputs(registration, site, self._gradient(site.path))
+        on_outputs(self._registration, site, self._gradient(site.path))
 
-    def _gradient(self, name: str) -> Make:
-        clock = self._clock
+    def _gradient(self, name: str) -> Callable[[torch.Tensor], None]:
+        def hook(gradient: torch.Tensor) -> None:
+            self._clock.begin()
+            if self._measuring:
+                self._rows.setdefault(name, []).append(row_of(gradient))
 
-        def make(record: HookRecord) -> Callable[[torch.Tensor], None]:
-            def hook(gradient: torch.Tensor) -> None:
-                record.fired += 1
-                if not clock.running:
-                    clock.begin()
-                if self._measuring:
-                    self._rows.setdefault(name, []).append(row_of(gradient))
+        return hook
 
-            return hook
+    def _accumulated(self, name: str) -> Callable[[torch.Tensor], None]:
+        def hook(tensor: torch.Tensor) -> None:
+            self._clock.begin()
+            if self._measuring and self._at_end:
+                self._late[name] = tensor
+            elif self._measuring and tensor.grad is not None:
+                # A second accumulation in one backward holds the first: the newest row is the whole.
+                self._rows[name] = [row_of(tensor.grad)]
 
-        return make
-
-    def _accumulated(self, name: str) -> Make:
-        clock = self._clock
-
-        def make(record: HookRecord) -> Callable[[torch.Tensor], None]:
-            def hook(tensor: torch.Tensor) -> None:
-                record.fired += 1
-                if not clock.running:
-                    clock.begin()
-                if self._measuring:
-                    self._take(name, tensor)
-
-            return hook
-
-        return make
-
-    def _take(self, name: str, tensor: torch.Tensor) -> None:
-        if self._at_end:
-            self._late[name] = tensor
-        elif tensor.grad is not None:
-            # A second accumulation in one backward holds the first: the newest row is the whole.
-            self._rows[name] = [row_of(tensor.grad)]
+        return hook
 
     def _begin(self) -> None:
         self._rows = {}
@@ -304,4 +250,4 @@ class _Collector:
             rows={name: found[name] for name in self._order if name in found},
             total=total,
         )
-        self._sink.emit(self.last)
+        self._emit(self.last)
