@@ -19,6 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .._recompute.operations import place_of
+from .._saved.view import extent_bytes, own_copy
 from .._torch.storages import keep_identity, storage_identity, storage_of
 from .._torch.tensors import parts_of, toggle_bits
 from .._torch.versions import changed_in_place, version_of
@@ -43,27 +45,17 @@ class Saved:
         "__weakref__",
         "alias",
         "cloned",
-        "conj",
-        "dtype",
-        "neg",
-        "offset",
-        "size",
-        "stride",
+        "place",
         "version",
         "where",
     )
 
     def __init__(self, tensor: Tensor, *, hold: bool) -> None:
-        plain = type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_nested
-        self.alias = tensor.detach() if hold or not plain else None
+        self.place = place_of(tensor) if _is_plain(tensor) else None
+        self.alias = tensor.detach() if hold or self.place is None else None
         self.version = version_of(tensor)
         self.cloned = False
         self.where: list[tuple[int, object]] = []  # in the table: storage and key
-        self.dtype = tensor.dtype
-        if plain:
-            self.size, self.stride = tensor.size(), tensor.stride()
-            self.offset = tensor.storage_offset()
-            self.conj, self.neg = tensor.is_conj(), tensor.is_neg()
 
     def get(self) -> Tensor:
         """Return the tensor as it was saved. Raises ``InplaceError`` after a change that was not seen."""
@@ -77,10 +69,12 @@ class Saved:
         """Clone the value before a write to ``storage``, which holds the saved tensor's bytes."""
         source = self.alias
         if source is None:
-            source = torch.empty(0, dtype=self.dtype, device=storage.device)
-            source.set_(storage, self.offset, self.size, self.stride)
-            source = toggle_bits(source, conj=self.conj, neg=self.neg)
-        self.alias = _copy(source)
+            assert self.place is not None
+            dtype, size, stride, offset, conj, neg = self.place
+            source = torch.empty(0, dtype=dtype, device=storage.device)
+            source.set_(storage, offset, size, stride)
+            source = toggle_bits(source, conj=conj, neg=neg)
+        self.alias = own_copy(source)
         self.version = version_of(self.alias)
         self.cloned = True
 
@@ -107,8 +101,8 @@ class WatchTable:
         with self._lock:  # a pack hook calls this, and gradients are disabled there
             self._drain()
             key: object = object()
-            if regions and type(tensor) in _PLAIN and tensor.layout is torch.strided:
-                key = _identity(tensor, hold)
+            if regions and _is_plain(tensor):
+                key = place_of(tensor), version_of(tensor), hold
                 known = self._storages.get(storage_identity(regions[0].storage))
                 entry = known.saved.get(key) if known is not None else None
                 saved = entry[0]() if entry is not None else None
@@ -208,17 +202,8 @@ class WatchTable:
                 del self._storages[cdata]
 
 
-def _identity(tensor: Tensor, hold: bool) -> object:
-    return (
-        tensor.dtype,
-        tensor.size(),
-        tensor.stride(),
-        tensor.storage_offset(),
-        tensor.is_conj(),
-        tensor.is_neg(),
-        version_of(tensor),
-        hold,
-    )
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_nested
 
 
 def _regions(tensor: Tensor) -> list[WatchedRegion] | None:
@@ -233,8 +218,7 @@ def _regions(tensor: Tensor) -> list[WatchedRegion] | None:
         return [WatchedRegion(storage, 0, storage.nbytes())]
     if tensor.numel() == 0:
         return []
-    low = int(tensor.storage_offset()) * tensor.element_size()
-    return [WatchedRegion(storage, low, low + int(_extent(tensor)) * tensor.element_size())]
+    return [WatchedRegion(storage, *extent_bytes(tensor))]
 
 
 def _joined(parts: list[Tensor]) -> list[WatchedRegion] | None:
@@ -245,18 +229,3 @@ def _joined(parts: list[Tensor]) -> list[WatchedRegion] | None:
             return None
         regions += found
     return regions
-
-
-def _extent(tensor: Tensor) -> int:
-    """Return the number of storage elements from the tensor's first to its last."""
-    steps = zip(tensor.size(), tensor.stride(), strict=True)
-    return 1 + sum((size - 1) * stride for size, stride in steps)
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    """Return a clone. An expanded tensor is not enlarged."""
-    plain = type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_nested
-    if not plain or tensor.is_conj() or tensor.is_neg() or _extent(tensor) >= tensor.numel():
-        return tensor.clone()
-    flat = tensor.as_strided((_extent(tensor),), (1,), tensor.storage_offset()).clone()
-    return flat.as_strided(tensor.size(), tensor.stride(), 0)
