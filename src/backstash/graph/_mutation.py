@@ -216,10 +216,12 @@ class _CloneBeforeWrite(TorchDispatchMode):
         kwargs = kwargs or {}
         _guard_current(self.table)
         operation = operation_of(func)
-        noise = args[1] if operation.name in _FILL_WHAT_THEY_SAVED else None
-        for tensor in operation.written(args, kwargs):
-            if tensor is not noise:
-                self.table.before_write(tensor, moves_only=torch.Tag.inplace_view in func.tags)
+        if operation.writes or operation.train_at >= 0:
+            noise = args[1] if operation.name in _FILL_WHAT_THEY_SAVED else None
+            moves_only = torch.Tag.inplace_view in func.tags
+            for tensor in operation.written(args, kwargs):
+                if tensor is not noise:
+                    self.table.before_write(tensor, moves_only=moves_only)
         if operation.writes_inside or operation.may_autocast:
             with kernel_of(operation, args, kwargs):
                 return func(*args, **kwargs)
