@@ -10,6 +10,7 @@ at any point of a program. So it only appends to a queue, which the next call dr
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 from collections import deque
@@ -210,7 +211,9 @@ def _regions(tensor: Tensor) -> list[WatchedRegion] | None:
     """Return where the bytes of ``tensor`` are; ``None`` if that is unknown."""
     parts = parts_of(tensor)
     if parts is not None:
-        return _joined(parts)
+        found = [_regions(part) for part in parts]
+        known = [regions for regions in found if regions is not None]
+        return [*itertools.chain(*known)] if len(known) == len(found) else None
     storage = storage_of(tensor)
     if storage is None:
         return None
@@ -219,13 +222,3 @@ def _regions(tensor: Tensor) -> list[WatchedRegion] | None:
     if tensor.numel() == 0:
         return []
     return [WatchedRegion(storage, *extent_bytes(tensor))]
-
-
-def _joined(parts: list[Tensor]) -> list[WatchedRegion] | None:
-    regions: list[WatchedRegion] = []
-    for part in parts:
-        found = _regions(part)
-        if found is None:
-            return None
-        regions += found
-    return regions
