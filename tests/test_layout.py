@@ -205,7 +205,7 @@ ASKED = {
     ("_tiers/packing.py", "Encoded"): "what a user's codec returned",
     ("graph/_functions.py", "Store"): "the caller's",
     ("graph/_loop/_call.py", "Schedule"): "the caller's",
-    ("graph/_loop/_state.py", "_Place"): "a leaf of the caller's tree",
+    ("graph/_loop/_state.py", "_PackedLeaf"): "a leaf of the caller's tree",
     ("graph/_mutation.py", "Guard"): "a pack hook on autograd's stack",
     ("policy.py", "Codec"): "the caller's",
     ("stash.py", "Action"): "the caller's",

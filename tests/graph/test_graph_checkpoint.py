@@ -28,6 +28,16 @@ def selective(chosen, policy=CheckpointPolicy.MUST_SAVE):
     return functools.partial(create_selective_checkpoint_contexts, choose)
 
 
+def kept(chosen, policy=CheckpointPolicy.MUST_SAVE, **options):
+    return functools.partial(checkpoint, context_fn=selective(chosen, policy), **options)
+
+
+def chosen_by(choose):
+    """A checkpoint that asks ``choose`` for the policy of each call."""
+    contexts = functools.partial(create_selective_checkpoint_contexts, choose)
+    return functools.partial(checkpoint, context_fn=contexts)
+
+
 def inputs():
     generator = torch.Generator().manual_seed(3)
     made = [torch.randn(SIDE, SIDE, dtype=torch.double, generator=generator) for _ in range(2)]
@@ -82,9 +92,7 @@ def stash(tmp_path):
 @pytest.mark.parametrize("name", SAVING)
 def test_what_is_kept_goes_into_the_stash(stash, name):
     expected, fewest = gradients(plain)
-    policy = CheckpointPolicy[name]
-    held = functools.partial(checkpoint, context_fn=selective({MM}, policy))
-    found, products = gradients(stash(held))
+    found, products = gradients(stash(kept({MM}, CheckpointPolicy[name])))
     assert equal(found, expected)
     assert products == fewest, "none is computed again"
     assert stash.stats().eligible_bytes == 3 * BYTES, "the products; the inputs are leaves"
@@ -94,8 +102,7 @@ def test_what_is_kept_goes_into_the_stash(stash, name):
 @pytest.mark.parametrize("name", SAVING)
 def test_without_a_stash_it_stays_in_place(name):
     expected, fewest = gradients(plain)
-    held = functools.partial(checkpoint, context_fn=selective({MM}, CheckpointPolicy[name]))
-    found, products = gradients(held)
+    found, products = gradients(kept({MM}, CheckpointPolicy[name]))
     assert equal(found, expected) and products == fewest
 
 
@@ -109,19 +116,17 @@ def test_nothing_kept_is_all_computed_again(stash):
 @pytest.mark.parametrize("chosen", [{MM}, {MM, torch.ops.aten.tanh.default}])
 def test_equal_to_torchs_own(stash, chosen):
     theirs = functools.partial(stock.checkpoint, use_reentrant=False, context_fn=selective(chosen))
-    ours = functools.partial(checkpoint, context_fn=selective(chosen))
-    assert equal(gradients(stash(ours))[0], gradients(theirs)[0])
+    assert equal(gradients(stash(kept(chosen)))[0], gradients(theirs)[0])
 
 
 def test_a_graph_may_be_used_twice(stash):
     expected, _ = gradients(plain)
-    held = functools.partial(checkpoint, context_fn=selective({MM}))
-    assert equal(gradients(stash(held), again=True)[0], expected)
+    assert equal(gradients(stash(kept({MM})), again=True)[0], expected)
     assert stash.stats().blocks == 0
 
 
 def test_in_place_a_graph_may_be_used_twice_and_keeps_no_history():
-    found, _ = gradients(functools.partial(checkpoint, context_fn=selective({MM})), again=True)
+    found, _ = gradients(kept({MM}), again=True)
     assert equal(found, gradients(plain)[0])
 
 
@@ -132,7 +137,7 @@ def test_a_write_in_place_and_a_view_are_done_again(stash, operator):
         h.mul_(3)
         return (h.t() @ w).exp().sum()
 
-    held = functools.partial(checkpoint, context_fn=selective({operator}))
+    held = kept({operator})
     assert equal(gradients(stash(held), writing)[0], gradients(plain, writing)[0])
 
 
@@ -148,19 +153,12 @@ def test_random_numbers_after_a_kept_draw_are_the_same(stash):
         is_draw = operator is torch.ops.aten.rand_like.default
         return first.pop() if is_draw and first else CheckpointPolicy.PREFER_RECOMPUTE
 
-    held = functools.partial(
-        checkpoint, context_fn=functools.partial(create_selective_checkpoint_contexts, choose)
-    )
+    held = chosen_by(choose)
     assert equal(gradients(stash(held), drawing)[0], expected)
 
 
 def test_everything_kept_that_can_be(stash):
-    def choose(context, operator, *args, **kwargs):
-        return True
-
-    held = functools.partial(
-        checkpoint, context_fn=functools.partial(create_selective_checkpoint_contexts, choose)
-    )
+    held = chosen_by(lambda context, operator, *args, **kwargs: True)
 
     def without_writes(x, w):
         return ((x @ w).tanh().t() @ w).relu().view(-1).sum()
@@ -176,7 +174,7 @@ def test_a_change_in_place_of_what_is_kept_is_an_error_or_its_value_of_then(stas
         product.detach().zero_()
         return result.sum()
 
-    held = functools.partial(checkpoint, context_fn=selective({MM}))
+    held = kept({MM})
     with pytest.raises(InplaceError, match="modified by an inplace operation"):
         gradients(held, writing)
     with contextlib.suppress(InplaceError):  # where the write came before the copy
@@ -193,9 +191,7 @@ def test_a_function_that_does_something_else_is_an_error(stash):
         side = shapes.pop(0)
         return (x[:side] @ w).sin().sum() + x.exp().sum()
 
-    held = functools.partial(
-        checkpoint, context_fn=selective({MM}), determinism_check="none", early_stop=False
-    )
+    held = kept({MM}, determinism_check="none", early_stop=False)
     with pytest.raises(UsageError, match="was called differently"):
         gradients(stash(held), changing)
 
@@ -205,7 +201,7 @@ def test_a_checkpoint_in_a_checkpoint(stash):
         return checkpoint(block, x, w, context_fn=selective({MM})) + (x @ w).sum()
 
     expected, _ = gradients(plain, outer)
-    found, _ = gradients(stash(functools.partial(checkpoint, context_fn=selective({MM}))), outer)
+    found, _ = gradients(stash(kept({MM})), outer)
     assert equal(found, expected) and equal(
         expected, gradients(plain, lambda x, w: block(x, w) + (x @ w).sum())[0]
     )

@@ -1,6 +1,7 @@
 """``saved_on``, ``save_for_backward(to=)`` and ``saved_tensors``: a stash for one function or one call."""
 
 import gc
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -27,6 +28,13 @@ current = torch._C._autograd._top_saved_tensors_default_hooks
 @pytest.fixture
 def directory(disk_dir: Any) -> str:
     return str(disk_dir)
+
+
+@pytest.fixture
+def stash(directory: str) -> Iterator[Stash]:
+    with_disk = Stash(disk=directory, min_bytes=0)
+    yield with_disk
+    with_disk.close()
 
 
 def places(tensor: Tensor) -> list[tuple[str, str]]:
@@ -78,8 +86,7 @@ def double() -> Tensor:
     return torch.tensor([0.5, -0.25, 1.0], dtype=torch.float64, requires_grad=True)
 
 
-def test_save_for_backward_to_a_stash_and_double_backward(directory: str) -> None:
-    stash = Stash(disk=directory, min_bytes=0)
+def test_save_for_backward_to_a_stash_and_double_backward(stash: Stash) -> None:
     function = product_function(stash)
     x = double() * 1
     y = function.apply(x)[0]
@@ -87,21 +94,15 @@ def test_save_for_backward_to_a_stash_and_double_backward(directory: str) -> Non
     y.sum().backward()
     assert torch.autograd.gradcheck(function.apply, double())
     assert torch.autograd.gradgradcheck(function.apply, double())
-    stash.close()
 
 
-def test_setup_context_and_double_backward(directory: str) -> None:
-    stash = Exp.to = Stash(disk=directory, min_bytes=0)
-    try:
-        assert places(Exp.apply(double())) == [("tensors[0]", "disk")]
-        assert torch.autograd.gradgradcheck(Exp.apply, double())
-    finally:
-        Exp.to = None
-        stash.close()
+def test_setup_context_and_double_backward(stash: Stash, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Exp, "to", stash)
+    assert places(Exp.apply(double())) == [("tensors[0]", "disk")]
+    assert torch.autograd.gradgradcheck(Exp.apply, double())
 
 
-def test_nothing_is_left_active_whether_or_not_there_is_a_graph(directory: str) -> None:
-    stash = Stash(disk=directory, min_bytes=0)
+def test_nothing_is_left_active_whether_or_not_there_is_a_graph(stash: Stash) -> None:
     function = product_function(stash)
     x = double()
     function.apply(x)
@@ -119,11 +120,9 @@ def test_nothing_is_left_active_whether_or_not_there_is_a_graph(directory: str) 
     del raised, kept
     gc.collect()
     assert current(True) is None
-    stash.close()
 
 
-def test_to_goes_before_the_hooks_around_it_which_stay_as_they_were(directory: str) -> None:
-    stash = Stash(disk=directory, min_bytes=0)
+def test_to_goes_before_the_hooks_around_it_which_stay_as_they_were(stash: Stash) -> None:
     function = product_function(stash)
     x, packed = double() * 1, []
     for kind in (stock.saved_tensors_hooks, saved_tensors_hooks):
@@ -136,7 +135,6 @@ def test_to_goes_before_the_hooks_around_it_which_stay_as_they_were(directory: s
         assert packed == [1] and places(y)[0][1] == "disk"
         z.sum().backward(retain_graph=True)
     assert current(True) is None
-    stash.close()
 
 
 @pytest.mark.parametrize("on_disk", [False, True])
@@ -183,14 +181,12 @@ def test_what_is_no_pair_is_refused() -> None:
         saved_on(Stash())(3)
 
 
-def test_where_hooks_are_disabled_it_says_so(directory: str) -> None:
-    stash = Stash(disk=directory, min_bytes=0)
+def test_where_hooks_are_disabled_it_says_so(stash: Stash) -> None:
     with disable_saved_tensors_hooks("not here"), pytest.raises(RuntimeError, match="not here"):
         saved_on(stash)(torch.exp)(double())
     with disable_saved_tensors_hooks("not here"), pytest.raises(RuntimeError, match="not here"):
         product_function(stash).apply(double())
     assert current(True) is None and stash.stats().saves == 0
-    stash.close()
 
 
 def plain_function() -> type[Function]:
@@ -210,8 +206,7 @@ def plain_function() -> type[Function]:
     return Cube
 
 
-def test_saved_on_a_function_class(directory: str) -> None:
-    stash = Stash(disk=directory, min_bytes=0)
+def test_saved_on_a_function_class(stash: Stash) -> None:
     plain = plain_function()
     cube = saved_on(stash)(plain)
     x = double() * 1
@@ -220,19 +215,15 @@ def test_saved_on_a_function_class(directory: str) -> None:
     assert cube.__doc__ == "Cubes." and issubclass(cube, plain)
     assert places(plain.apply(x)) == [("tensors[0]", "in place")]
     assert torch.autograd.gradgradcheck(cube.apply, double())
-    stash.close()
 
 
-def test_saved_on_a_function_of_the_newer_form(directory: str) -> None:
-    stash = Stash(disk=directory, min_bytes=0)
+def test_saved_on_a_function_of_the_newer_form(stash: Stash) -> None:
     y = saved_on(stash)(Exp).apply(double())
     assert places(y) == [("tensors[0]", "disk")]
     y.sum().backward()
-    stash.close()
 
 
-def test_saved_on_a_built_in_and_a_wrapped_call(directory: str) -> None:
-    stash = Stash(disk=directory, min_bytes=0)
+def test_saved_on_a_built_in_and_a_wrapped_call(stash: Stash) -> None:
     matrix = (torch.eye(3, dtype=torch.float64) * torch.tensor([1.0, 2.0, 4.0])).requires_grad_()
     values = saved_on(stash)(torch.linalg.svd)(matrix)[1]
     assert {where for _, where in places(values)} == {"disk"}
@@ -240,7 +231,6 @@ def test_saved_on_a_built_in_and_a_wrapped_call(directory: str) -> None:
     reference = matrix.detach().clone().requires_grad_()
     torch.linalg.svd(reference)[1].sum().backward()
     assert torch.equal(matrix.grad, reference.grad)
-    stash.close()
 
 
 def test_saved_on_a_store_makes_the_stash(directory: str) -> None:

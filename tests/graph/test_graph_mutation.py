@@ -74,20 +74,6 @@ CHANGES: dict[str, Change] = {
 }
 
 
-class Hidden:
-    """A pair that keeps what it packs out of sight of its packed object."""
-
-    def __init__(self) -> None:
-        self.kept: list[Tensor] = []
-
-    def pack(self, tensor: Tensor) -> int:
-        self.kept.append(tensor.detach())
-        return len(self.kept) - 1
-
-    def unpack(self, index: int) -> Tensor:
-        return self.kept[index] * 1
-
-
 PAIRS: dict[str, Callable[[str], Any]] = {
     "none": lambda directory: ExitStack(),
     "alias": lambda directory: stock.saved_tensors_hooks(lambda t: t.detach(), lambda t: t),
@@ -168,6 +154,21 @@ def test_a_pair_is_found_before_its_first_save(name: str) -> None:
     with allow_mutation_on_saved_tensors():
         found = run(True)
     assert torch.equal(found, run(False))
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_noise_that_is_filled_after_it_was_saved(inplace: bool) -> None:
+    """The write gives the noise the value that backward needs."""
+    x = torch.linspace(-1, 1, 20, requires_grad=True)
+
+    def run() -> Tensor:
+        torch.manual_seed(0)
+        result = nn.functional.rrelu(x * 1, training=True, inplace=inplace)
+        return torch.autograd.grad(result.sum(), x)[0]
+
+    with allow_mutation_on_saved_tensors():
+        found = run()
+    assert torch.equal(found, run())
 
 
 def test_sparse_tensors() -> None:

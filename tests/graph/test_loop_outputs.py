@@ -1,5 +1,6 @@
 """What the steps return in addition to the state is stacked as torch.stack does it, without a second copy."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -56,6 +57,14 @@ class Stacks(TorchDispatchMode):
         return result
 
 
+def step_with(y: Y) -> Callable[..., Any]:
+    def step(state: Tensor, number: int, x: Tensor, w: Tensor) -> Any:
+        new = (state * w + x * 0.1).sin()
+        return new, y(new, state, number, x, w)
+
+    return step
+
+
 def trained(loop: Any, y: Y) -> list[Any]:
     generator = torch.Generator().manual_seed(0)
     state, xs, w = (
@@ -63,24 +72,16 @@ def trained(loop: Any, y: Y) -> list[Any]:
         for shape in ((4, 8), (N, 4, 8), (4, 8))
     )
 
-    def step(state: Tensor, number: int, x: Tensor, w: Tensor) -> Any:
-        new = (state * w + x * 0.1).sin()
-        return new, y(new, state, number, x, w)
-
     start = state * 1.5
     with Stacks() as stacks:
-        end, ys = loop(step, start, N, w, xs=xs, index=True, ys=True)
+        end, ys = loop(step_with(y), start, N, w, xs=xs, index=True, ys=True)
     leaves = [leaf for leaf in torch.utils._pytree.tree_leaves(ys) if isinstance(leaf, Tensor)]
     loss = end.sum()
     for leaf in leaves:
         if leaf.requires_grad:
             weights = torch.arange(leaf.numel(), dtype=torch.float).cos().view(leaf.shape)
-            loss = (
-                loss
-                + (torch.view_as_real(leaf).sum(-1) if leaf.is_complex() else leaf)
-                .mul(weights)
-                .sum()
-            )
+            real = torch.view_as_real(leaf).sum(-1) if leaf.is_complex() else leaf
+            loss = loss + real.mul(weights).sum()
     loss.backward()
     shapes = [(leaf.dtype, leaf.shape, leaf.stride(), leaf.requires_grad) for leaf in leaves]
     kept = [leaf.detach().resolve_conj() for leaf in leaves]
@@ -100,15 +101,11 @@ def plain(step: Any, state: Any, n: int, w: Tensor, *, xs: Tensor, **_: Any) -> 
     return state, torch.utils._pytree.tree_unflatten(leaves, trees[0][1])
 
 
-def budgeted(schedule: Any) -> Any:
-    return lambda *args, **kwargs: checkpoint_loop(*args, schedule=schedule, **kwargs)
-
-
 @pytest.mark.parametrize("schedule", [Binomial(2), KeepAll()], ids=str)
 @pytest.mark.parametrize("name", [*FITS, *STACKED])
 def test_outputs_and_gradients_are_the_plain_loop_s(name: str, schedule: Any) -> None:
     y = {**FITS, **STACKED}[name]
-    found = trained(budgeted(schedule), y)
+    found = trained(functools.partial(checkpoint_loop, schedule=schedule), y)
     wanted = trained(plain, y)
     assert found[0] == wanted[0]
     for one, other in zip(found[1], wanted[1], strict=True):
@@ -119,13 +116,8 @@ def test_outputs_and_gradients_are_the_plain_loop_s(name: str, schedule: Any) ->
 
 @pytest.mark.parametrize("name", [*FITS, *STACKED])
 def test_outputs_without_gradients_are_the_plain_loop_s(name: str) -> None:
-    y = {**FITS, **STACKED}[name]
+    step = step_with({**FITS, **STACKED}[name])
     state, xs, w = torch.ones(4, 8), torch.rand(N, 4, 8), torch.rand(4, 8)
-
-    def step(state: Tensor, number: int, x: Tensor, w: Tensor) -> Any:
-        new = (state * w + x * 0.1).sin()
-        return new, y(new, state, number, x, w)
-
     given = {"xs": xs, "index": True, "ys": True}
     with torch.no_grad(), Stacks() as stacks:
         found = checkpoint_loop(step, state, N, w, **given)

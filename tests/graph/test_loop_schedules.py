@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import lru_cache, partial
+from typing import Any
 
 import pytest
 import torch
@@ -10,9 +11,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from backstash.errors import UsageError
 from backstash.graph import Binomial, KeepAll, Schedule, TwoLevel, checkpoint_loop
-from backstash.graph._loop import _schedules, count_evaluations, least_evaluations
+from backstash.graph._loop import _schedules
 from backstash.graph._loop._choose import Budgets, MeasuredStep, choose
-from backstash.graph._loop._schedules import costs, play
+from backstash.graph._loop._schedules import costs, least_evaluations, play
+from test_loop_exact import check, plain
 
 
 @lru_cache(None)
@@ -31,14 +33,8 @@ def test_binomial_takes_the_least_evaluations_that_there_are() -> None:
     for n in range(1, 61):
         for snapshots in range(1, 11):
             least = n + by_trying_all(n, snapshots)
-            assert count_evaluations(Binomial(snapshots), n) == least, (n, snapshots)
+            assert play(Binomial(snapshots), n)[0] == least, (n, snapshots)
             assert least_evaluations(n, snapshots) == least, (n, snapshots)
-
-
-@pytest.mark.parametrize("snapshots", [1, 2, 5, 20, 100])
-@pytest.mark.parametrize("n", [1, 2, 10, 1000])
-def test_binomial_takes_what_the_closed_formula_says(n: int, snapshots: int) -> None:
-    assert count_evaluations(Binomial(snapshots), n) == least_evaluations(n, snapshots)
 
 
 def test_the_oracle_takes_as_many() -> None:
@@ -50,7 +46,7 @@ def test_the_oracle_takes_as_many() -> None:
             for action in schedule:
                 if isinstance(action, oracle.Forward):
                     evaluations += action.n1 - action.n0
-            assert count_evaluations(Binomial(snapshots), n) == evaluations, (n, snapshots)
+            assert play(Binomial(snapshots), n)[0] == evaluations, (n, snapshots)
 
 
 @pytest.mark.parametrize(
@@ -58,6 +54,11 @@ def test_the_oracle_takes_as_many() -> None:
 )
 @pytest.mark.parametrize("n", [1, 2, 13])
 def test_a_run_takes_the_evaluations_that_are_counted(schedule: Schedule, n: int) -> None:
+    assert calls_of(n, schedule=schedule) == play(schedule, n)[0]
+
+
+def calls_of(n: int, **budget: Any) -> int:
+    """How often the step of a loop runs, with its backward."""
     calls = 0
 
     def step(state: torch.Tensor) -> torch.Tensor:
@@ -66,21 +67,12 @@ def test_a_run_takes_the_evaluations_that_are_counted(schedule: Schedule, n: int
         return state.sin()
 
     x = torch.ones(3, requires_grad=True)
-    checkpoint_loop(step, x, n, schedule=schedule).sum().backward()
-    assert calls == count_evaluations(schedule, n)
+    checkpoint_loop(step, x, n, **budget).sum().backward()
+    return calls
 
 
 def test_no_step_runs_twice_where_the_budget_allows() -> None:
-    calls = 0
-
-    def step(state: torch.Tensor) -> torch.Tensor:
-        nonlocal calls
-        calls += 1
-        return state.sin()
-
-    x = torch.ones(3, requires_grad=True)
-    checkpoint_loop(step, x, 50, memory="1MiB").sum().backward()
-    assert calls == 50
+    assert calls_of(50, memory="1MiB") == 50
 
 
 class EveryThird:
@@ -93,14 +85,12 @@ class EveryThird:
 
 
 def test_a_schedule_of_ones_own() -> None:
-    x = torch.ones(3, requires_grad=True)
-    checkpoint_loop(torch.sin, x, 20, schedule=EveryThird()).sum().backward()
-    y = torch.ones(3, requires_grad=True)
-    state = y
-    for _ in range(20):
-        state = state.sin()
-    state.sum().backward()
-    assert torch.equal(x.grad, y.grad)
+    def run(loop: Any) -> list[Any]:
+        x = torch.ones(3, requires_grad=True)
+        loop(torch.sin, x, 20).sum().backward()
+        return [x.grad]
+
+    check(run, {"schedule": EveryThird()})
 
 
 def test_a_schedule_that_answers_outside_the_allowed_range_is_refused() -> None:
@@ -216,10 +206,7 @@ def test_the_choice_stays_within_the_memory(step: Callable[[Tensor, Keep], Tenso
     assert living.count() <= 10
     end.backward()
     y = torch.ones(1000, requires_grad=True)
-    state = y
-    for _ in range(100):
-        state = step(state, lambda s: s)
-    state.sum().backward()
+    plain(step, y, 100, lambda s: s).sum().backward()
     assert torch.equal(x.grad, y.grad)
 
 
@@ -250,6 +237,8 @@ def test_formulas_cost_what_a_simulation_does() -> None:
             ]
             for schedule in schedules:
                 assert costs(schedule, n) == play(schedule, n), (schedule, n)
+    for schedule in (Binomial(1), Binomial(20), Binomial(100), TwoLevel(64, 5)):
+        assert costs(schedule, 1000) == play(schedule, 1000), schedule
 
 
 @pytest.mark.parametrize("memory", [1200, 60_000, "1MiB", "1GiB"])
@@ -270,8 +259,8 @@ def test_a_loop_of_unknown_length_begins_without_a_simulation(
         until=lambda s: bool(s[0] > 5),
     )
     state.sum().backward()
-    v, plain = torch.full((3,), 0.1, requires_grad=True), torch.ones(3)
-    while not plain[0] > 5:
-        plain = plain * 1.1 + v * plain.sin()
-    plain.sum().backward()
+    v, expected = torch.full((3,), 0.1, requires_grad=True), torch.ones(3)
+    while not expected[0] > 5:
+        expected = expected * 1.1 + v * expected.sin()
+    expected.sum().backward()
     assert torch.equal(w.grad, v.grad)

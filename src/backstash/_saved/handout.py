@@ -24,7 +24,7 @@ from torch import Tensor
 from .._torch.engine import current_node, may_return_saved, running_task
 from .._torch.storages import has_other_owners
 from .._torch.tensors import parts_of
-from .view import reason_to_stay, snapshot
+from .view import own_copy
 
 __all__ = ["RETURNS_NONE", "hand_out"]
 
@@ -49,7 +49,7 @@ def hand_out(tensor: Tensor) -> Tensor:
     elif type(node).__name__ != "AccumulateGrad":
         RETURNS_NONE.add(type(node))
     elif not torch.is_grad_enabled():
-        return _copy(tensor)  # it saves nothing: a hook unpacks, and nothing checks its result
+        return own_copy(tensor)  # it saves nothing: a hook unpacks, and nothing checks its result
     return tensor
 
 
@@ -86,7 +86,7 @@ class _Guard:
     def _owned(self, gradient: Tensor | None) -> Tensor | None:
         if gradient is None or not self._was_given(gradient) or not _is_shared(gradient):
             return gradient
-        return _copy(gradient)
+        return own_copy(gradient)
 
     def _was_given(self, gradient: Tensor) -> bool:
         # Backward records no graph now: a gradient that requires grad was saved, or is the program's own
@@ -116,9 +116,3 @@ def _is_shared(tensor: Tensor) -> bool:
     if parts is not None:
         return any(map(_is_shared, parts))
     return has_other_owners(tensor)
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    if type(tensor) is Tensor and not reason_to_stay(tensor):
-        return snapshot(tensor)
-    return tensor.detach().clone()

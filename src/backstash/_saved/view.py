@@ -19,6 +19,7 @@ __all__ = [
     "StridedRegion",
     "dense",
     "extent_bytes",
+    "own_copy",
     "raw_alias",
     "reason_to_stay",
     "snapshot",
@@ -120,6 +121,13 @@ def snapshot(tensor: Tensor) -> Tensor:
         else region.spread(flat[region.residue :], tensor.dtype)
     )
     return with_bits_of(tensor, flat.as_strided(tensor.shape, tensor.stride(), region.residue))
+
+
+def own_copy(tensor: Tensor) -> Tensor:
+    """Return a copy of any tensor, without its graph: :func:`snapshot` if it is plain."""
+    if type(tensor) is Tensor and not reason_to_stay(tensor):
+        return snapshot(tensor)
+    return tensor.detach().clone()
 
 
 def _unaligned_bytes(tensor: Tensor) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["NOT_SMALLER", "NOT_WITHOUT_LOOKING", "Codec", "Encoded", "integers", "parts"]
+__all__ = ["NOT_SMALLER", "NOT_WITHOUT_LOOKING", "Codec", "Encoded", "integers", "parts", "reals"]
 
 NOT_WITHOUT_LOOKING = (
     "its encoded size depends on its values, and reading those would stall the accelerator"
@@ -77,6 +77,15 @@ def integers(values: Tensor) -> Tensor:
     if values.dim() == 0:
         values = values.reshape(1)  # two integers need a dimension
     return values.view(_INTEGERS[values.element_size()])
+
+
+def reals(values: Tensor) -> Tensor | str:
+    """Return ``values`` as real numbers (two for each complex one), or why they cannot be rounded."""
+    if values.dtype.is_complex:
+        return values.view(values.dtype.to_real())
+    if not values.dtype.is_floating_point:
+        return "its dtype is not floating point"
+    return values
 
 
 def parts(count: int, device: torch.device, *, of: int = 1) -> Iterator[slice]:

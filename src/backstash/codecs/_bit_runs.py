@@ -10,7 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["nbytes_of", "pack", "rows_of", "unpack"]
+from ._base import parts
+
+__all__ = ["nbytes_of", "of_part", "pack", "rows_of", "unpack"]
 
 _GATHER = 0x0102040810204080
 
@@ -18,6 +20,11 @@ _GATHER = 0x0102040810204080
 def nbytes_of(count: int) -> int:
     """Return the number of bytes for ``count`` bits."""
     return -(-count // 8)
+
+
+def of_part(bits: Tensor, part: slice) -> Tensor:
+    """Return the bytes of ``bits`` for a slice of the elements, as :func:`parts` returns it."""
+    return bits[part.start // 8 : nbytes_of(part.stop)]
 
 
 def pack(truths: Tensor, out: Tensor) -> None:
@@ -42,8 +49,9 @@ def rows_of(low: int, high: int, dtype: torch.dtype, device: torch.device) -> Te
 
 def unpack(bits: Tensor, rows: Tensor, out: Tensor) -> None:
     """Write the elements that ``bits`` encode to ``out``, which is flat and has the dtype of ``rows``."""
-    whole = out.numel() // 8 * 8
-    at = bits.to(torch.int32)
-    torch.index_select(rows, 0, at[: whole // 8], out=out[:whole].view(-1, 8))
-    if whole < out.numel():
-        out[whole:] = rows.index_select(0, at[whole // 8 :]).view(-1)[: out.numel() - whole]
+    for part in parts(out.numel(), out.device):
+        at, place = of_part(bits, part).to(torch.int32), out[part]
+        whole = place.numel() // 8 * 8
+        torch.index_select(rows, 0, at[: whole // 8], out=place[:whole].view(-1, 8))
+        if whole < place.numel():
+            place[whole:] = rows.index_select(0, at[whole // 8 :]).view(-1)[: place.numel() - whole]

@@ -32,14 +32,11 @@ class Bits(Codec):
         for part in parts(count, device):
             # A byte other than 0 and 1 also counts as true.
             truths = values[part].view(torch.uint8).ne(0)
-            _bit_runs.pack(truths, payload[part.start // 8 : _bit_runs.nbytes_of(part.stop)])
+            _bit_runs.pack(truths, _bit_runs.of_part(payload, part))
         return Encoded(payload)
 
     def decode(self, payload: Tensor | None, recipe: Any, out: Tensor) -> None:
         """See :meth:`Codec.decode`."""
         assert payload is not None
         rows = _bit_runs.rows_of(0, 1, torch.uint8, out.device)
-        bytes_out = out.view(torch.uint8)
-        for part in parts(out.numel(), out.device):
-            bits = payload[part.start // 8 : _bit_runs.nbytes_of(part.stop)]
-            _bit_runs.unpack(bits, rows, bytes_out[part])
+        _bit_runs.unpack(payload, rows, out.view(torch.uint8))

@@ -32,7 +32,6 @@ class FirstOf(Codec):
     def __init__(self, *codecs: Codec) -> None:
         self.codecs = codecs
         self.exact = all(each.exact for each in codecs)
-        self._name = f"FirstOf({', '.join(map(repr, codecs))})"
 
     def encode(self, values: Tensor) -> Encoded | str:
         """See :meth:`Codec.encode`."""
@@ -50,7 +49,7 @@ class FirstOf(Codec):
         codec.decode(payload, its_recipe, out)
 
     def __repr__(self) -> str:
-        return self._name
+        return f"FirstOf({', '.join(map(repr, self.codecs))})"
 
 
 EXACT = FirstOf(Constant(), Bits(), TwoValued(), Narrow(), Zeros())

@@ -7,8 +7,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from ._base import NOT_SMALLER, Codec, Encoded, parts
-from ._real import reals
+from ._base import NOT_SMALLER, Codec, Encoded, parts, reals
 
 __all__ = ["Float8"]
 

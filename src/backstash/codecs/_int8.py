@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UsageError
-from ._base import NOT_SMALLER, Codec, Encoded, parts
-from ._real import reals
+from ._base import NOT_SMALLER, Codec, Encoded, parts, reals
 
 __all__ = ["Int8"]
 

@@ -43,7 +43,7 @@ class TwoValued(Codec):
             is_high = bits[part].eq(high)
             if not bits[part].eq(low).bitwise_or_(is_high).all():
                 return _SEVERAL
-            _bit_runs.pack(is_high, payload[part.start // 8 : _bit_runs.nbytes_of(part.stop)])
+            _bit_runs.pack(is_high, _bit_runs.of_part(payload, part))
         return Encoded(payload, (low, high))
 
     def decode(self, payload: Tensor | None, recipe: Any, out: Tensor) -> None:
@@ -52,6 +52,4 @@ class TwoValued(Codec):
         elements = integers(out)
         low, high = recipe
         rows = _bit_runs.rows_of(low, high, elements.dtype, out.device)
-        for part in parts(elements.numel(), out.device):
-            bits = payload[part.start // 8 : _bit_runs.nbytes_of(part.stop)]
-            _bit_runs.unpack(bits, rows, elements[part])
+        _bit_runs.unpack(payload, rows, elements)

@@ -46,7 +46,7 @@ class Zeros(Codec):
         end = 0
         for part in parts(count, bits.device):
             is_other = bits[part].ne(0)
-            _bit_runs.pack(is_other, truths[part.start // 8 : _bit_runs.nbytes_of(part.stop)])
+            _bit_runs.pack(is_other, _bit_runs.of_part(truths, part))
             found = bits[part].index_select(0, is_other.nonzero().squeeze(1))
             begin, end = end, end + found.numel()
             kept[begin:end] = found
@@ -61,8 +61,7 @@ class Zeros(Codec):
         end = 0
         for part in parts(elements.numel(), out.device):
             is_other = torch.empty(part.stop - part.start, dtype=torch.uint8, device=out.device)
-            bits = truths[part.start // 8 : _bit_runs.nbytes_of(part.stop)]
-            _bit_runs.unpack(bits, rows, is_other)
+            _bit_runs.unpack(_bit_runs.of_part(truths, part), rows, is_other)
             begin, end = end, end + int(is_other.count_nonzero())
             elements[part].zero_().masked_scatter_(is_other.view(torch.bool), kept[begin:end])
 

@@ -51,28 +51,20 @@ class save_on_cpu(saved_tensors_hooks):
     def __init__(
         self, pin_memory: bool = False, device_type: str = "cuda", *, parameters: bool = True
     ) -> None:
-        self._stash = on_host(parameters) if torch.accelerator.is_available() else _made(parameters)
+        # Without an accelerator all tensors stay in place, so that no policy is needed.
+        has_device = torch.accelerator.is_available()
+        self._stash = on_host(parameters) if has_device else Stash(host=None, min_bytes=0)
         super().__init__(self._stash.pack, self._stash.unpack)
-
-
-def _made(parameters: bool) -> Stash:
-    return Stash(host=None, min_bytes=0, policy=_to_host(parameters))
 
 
 @functools.cache
 def on_host(parameters: bool) -> Stash:
     """Return the one stash of the process for such contexts, so that they share pinned memory."""
-    return _made(parameters)
-
-
-def _to_host(parameters: bool) -> Policy | None:
-    if not torch.accelerator.is_available():
-        return None  # CPU tensors stay in place anyway
 
     def choose(saved: SavedTensor) -> Action | None:
         return Action("host" if parameters or not saved.is_parameter else "keep")
 
-    return choose
+    return Stash(host=None, min_bytes=0, policy=choose)
 
 
 def save_on_disk(

@@ -12,10 +12,10 @@ from torch.autograd import graph as stock
 from .._torch.hook_stack import Pair, current_pair, pop_owned, push
 from .._torch.storages import storage_identity, storage_of
 from .._torch.trees import tree_leaves, tree_map_only
-from .._torch.versions import changed_in_place, running_node, version_of
+from .._torch.versions import Routed, changed_in_place, running_node, version_of
 from ..errors import UsageError
 
-__all__ = ["Outer", "Packed", "saved_tensors_hooks"]
+__all__ = ["Packed", "saved_tensors_hooks"]
 
 _CONTAINERS = (tuple, list, dict)
 
@@ -93,20 +93,6 @@ class Packed:
         return next(found, leaves)
 
 
-class Outer:
-    """A tensor from inside a packed object, as the outer pair packed it."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    @property
-    def packed_inside(self) -> Any:
-        """The packed object, to describe it without unpacking."""
-        return self.value
-
-
 class _Entered:
     """One entry of a context: its hooks, and the pair they compose with."""
 
@@ -129,16 +115,17 @@ class _Entered:
         if value is tensor and not tensor.is_leaf:
             value = tensor.detach()  # an operation's output would keep its own node alive
         packed = Packed(tensor, value)
-        if self.outer is not None:
-            outer_pack = self.outer.pack
-            packed.value = tree_map_only(Tensor, lambda leaf: Outer(outer_pack(leaf)), value)
+        outer = self.outer
+        if outer is not None:
+            packed.value = tree_map_only(
+                Tensor, lambda leaf: Routed(outer.unpack, outer.pack(leaf)), value
+            )
         return packed
 
     def unpack(self, packed: Packed) -> Tensor:
         value = packed.value
         if self.outer is not None:
-            outer_unpack = self.outer.unpack
-            value = tree_map_only(Outer, lambda leaf: outer_unpack(leaf.value), value)
+            value = tree_map_only(Routed, Routed.get, value)
         elif packed.alias_version not in (None, version_of(value)):
             raise changed_in_place(value, packed.alias_version)
         versions = _versions(value)

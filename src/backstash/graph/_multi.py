@@ -64,7 +64,7 @@ def register_multi_grad_hook(
         raise ValueError(f"Expects mode to be one of ('all', 'any') but got {mode}")
     wanted = [(index, t) for index, t in enumerate(tensors) if t.requires_grad]
     if mode == "any":
-        first = _First(fn)
+        first = _First(_Group(fn, 1, {}))
         return Handle([_register(tensor, first) for _, tensor in wanted])
     group = _Group(fn, len(tensors), {index: weakref.ref(t) for index, t in wanted})
     handles = [_register(t, _Arrival(group, index, None)) for index, t in wanted if t.is_leaf]
@@ -103,6 +103,12 @@ class _Group:
         self.lock = threading.Lock()
         self.running: weakref.WeakValueDictionary[int, _Gathering] = weakref.WeakValueDictionary()
 
+    def begin(self, task: int, waiting_for: set[int]) -> _Gathering:
+        """Return the state of a backward that reaches its first tensor of the group."""
+        gathering = self.running[task] = _Gathering(self, waiting_for)
+        queue_callback(gathering)
+        return gathering
+
 
 class _Gathering:
     """The gradients of one backward so far. The engine owns it, as a callback for the backward's end."""
@@ -137,9 +143,7 @@ class _Arrival:
         with group.lock:
             gathering = group.running.get(task)
             if gathering is None:
-                gathering = _Gathering(group, self._expected())
-                group.running[task] = gathering
-                queue_callback(gathering)
+                gathering = group.begin(task, self._expected())
             gathering.grads[self.index] = grad
             gathering.waiting_for.discard(self.index)
             is_complete = not gathering.waiting_for
@@ -163,27 +167,15 @@ class _Arrival:
 class _First:
     """The hook of every tensor under ``"any"``."""
 
-    __slots__ = ("fn", "lock", "running")
+    __slots__ = ("group",)
 
-    def __init__(self, fn: Callable[..., None]) -> None:
-        self.fn = fn
-        self.lock = threading.Lock()
-        self.running: weakref.WeakValueDictionary[int, _Ran] = weakref.WeakValueDictionary()
+    def __init__(self, group: _Group) -> None:
+        self.group = group
 
     def __call__(self, grad: Tensor) -> None:
         task = running_task()
-        with self.lock:
-            if task in self.running:
+        with self.group.lock:
+            if task in self.group.running:
                 return
-            ran = self.running[task] = _Ran()
-            queue_callback(ran)
-        self.fn(grad)
-
-
-class _Ran:
-    """Marks a backward that has called ``fn``; the engine owns it until the backward ends."""
-
-    __slots__ = ("__weakref__",)
-
-    def __call__(self) -> None:
-        pass
+            self.group.begin(task, set()).called = True
+        self.group.fn(grad)

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from .._torch.autocast import kernel_of
-from .._torch.dispatch import TorchDispatchMode, schema_of
+from .._torch.dispatch import TorchDispatchMode
 from .._torch.hook_stack import Pair, current_pair, own_pack, pop_owned, push, replace_current
 from .._torch.schemas import operation_of
 from ..errors import UsageError
@@ -40,15 +40,9 @@ __all__ = [
     "is_guard",
 ]
 
-# Operations that save a tensor and then fill it: that write makes the saved value and does not change it.
-_FILLED_ONCE_SAVED = {
-    ("aten::rrelu_with_noise", "noise"),
-    ("aten::rrelu_with_noise_", "noise"),
-}
+# Operations that save their second argument and then fill it: that write makes the saved value.
+_FILL_WHAT_THEY_SAVED = ("aten.rrelu_with_noise.default", "aten.rrelu_with_noise_.default")
 _local = threading.local()
-_written: dict[
-    Any, tuple[tuple[int, str, bool], ...]
-] = {}  # by operator: position, name, keyword only
 
 
 class OutsideContextError(UsageError, AssertionError):
@@ -221,32 +215,14 @@ class _CloneBeforeWrite(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         _guard_current(self.table)
-        for position, name, keyword_only in _written_arguments(func):
-            if keyword_only or position >= len(args):
-                value = kwargs.get(name)
-            else:
-                value = args[position]
-            for tensor in value if isinstance(value, (list, tuple)) else (value,):
-                if isinstance(tensor, Tensor):
-                    moves_only = torch.Tag.inplace_view in func.tags
-                    self.table.before_write(tensor, moves_only=moves_only)
         operation = operation_of(func)
+        if operation.writes or operation.train_at >= 0:
+            noise = args[1] if operation.name in _FILL_WHAT_THEY_SAVED else None
+            moves_only = torch.Tag.inplace_view in func.tags
+            for tensor in operation.written(args, kwargs):
+                if tensor is not noise:
+                    self.table.before_write(tensor, moves_only=moves_only)
         if operation.writes_inside or operation.may_autocast:
             with kernel_of(operation, args, kwargs):
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
-
-
-def _written_arguments(func: Any) -> tuple[tuple[int, str, bool], ...]:
-    found = _written.get(func)
-    if found is None:
-        schema: Any = schema_of(func)
-        found = tuple(
-            (position, argument.name, argument.kwarg_only)
-            for position, argument in enumerate(schema.arguments if schema is not None else ())
-            if argument.alias_info is not None
-            and argument.alias_info.is_write
-            and (schema.name, argument.name) not in _FILLED_ONCE_SAVED
-        )
-        _written[func] = found
-    return found

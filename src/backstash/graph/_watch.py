@@ -10,6 +10,7 @@ at any point of a program. So it only appends to a queue, which the next call dr
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 from collections import deque
@@ -19,6 +20,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .._recompute.operations import place_of
+from .._saved.view import extent_bytes, own_copy
 from .._torch.storages import keep_identity, storage_identity, storage_of
 from .._torch.tensors import parts_of, toggle_bits
 from .._torch.versions import changed_in_place, version_of
@@ -43,27 +46,17 @@ class Saved:
         "__weakref__",
         "alias",
         "cloned",
-        "conj",
-        "dtype",
-        "neg",
-        "offset",
-        "size",
-        "stride",
+        "place",
         "version",
         "where",
     )
 
     def __init__(self, tensor: Tensor, *, hold: bool) -> None:
-        plain = type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_nested
-        self.alias = tensor.detach() if hold or not plain else None
+        self.place = place_of(tensor) if _is_plain(tensor) else None
+        self.alias = tensor.detach() if hold or self.place is None else None
         self.version = version_of(tensor)
         self.cloned = False
         self.where: list[tuple[int, object]] = []  # in the table: storage and key
-        self.dtype = tensor.dtype
-        if plain:
-            self.size, self.stride = tensor.size(), tensor.stride()
-            self.offset = tensor.storage_offset()
-            self.conj, self.neg = tensor.is_conj(), tensor.is_neg()
 
     def get(self) -> Tensor:
         """Return the tensor as it was saved. Raises ``InplaceError`` after a change that was not seen."""
@@ -77,10 +70,12 @@ class Saved:
         """Clone the value before a write to ``storage``, which holds the saved tensor's bytes."""
         source = self.alias
         if source is None:
-            source = torch.empty(0, dtype=self.dtype, device=storage.device)
-            source.set_(storage, self.offset, self.size, self.stride)
-            source = toggle_bits(source, conj=self.conj, neg=self.neg)
-        self.alias = _copy(source)
+            assert self.place is not None
+            dtype, size, stride, offset, conj, neg = self.place
+            source = torch.empty(0, dtype=dtype, device=storage.device)
+            source.set_(storage, offset, size, stride)
+            source = toggle_bits(source, conj=conj, neg=neg)
+        self.alias = own_copy(source)
         self.version = version_of(self.alias)
         self.cloned = True
 
@@ -107,8 +102,8 @@ class WatchTable:
         with self._lock:  # a pack hook calls this, and gradients are disabled there
             self._drain()
             key: object = object()
-            if regions and type(tensor) in _PLAIN and tensor.layout is torch.strided:
-                key = _identity(tensor, hold)
+            if regions and _is_plain(tensor):
+                key = place_of(tensor), version_of(tensor), hold
                 known = self._storages.get(storage_identity(regions[0].storage))
                 entry = known.saved.get(key) if known is not None else None
                 saved = entry[0]() if entry is not None else None
@@ -208,24 +203,17 @@ class WatchTable:
                 del self._storages[cdata]
 
 
-def _identity(tensor: Tensor, hold: bool) -> object:
-    return (
-        tensor.dtype,
-        tensor.size(),
-        tensor.stride(),
-        tensor.storage_offset(),
-        tensor.is_conj(),
-        tensor.is_neg(),
-        version_of(tensor),
-        hold,
-    )
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_nested
 
 
 def _regions(tensor: Tensor) -> list[WatchedRegion] | None:
     """Return where the bytes of ``tensor`` are; ``None`` if that is unknown."""
     parts = parts_of(tensor)
     if parts is not None:
-        return _joined(parts)
+        found = [_regions(part) for part in parts]
+        known = [regions for regions in found if regions is not None]
+        return [*itertools.chain(*known)] if len(known) == len(found) else None
     storage = storage_of(tensor)
     if storage is None:
         return None
@@ -233,30 +221,4 @@ def _regions(tensor: Tensor) -> list[WatchedRegion] | None:
         return [WatchedRegion(storage, 0, storage.nbytes())]
     if tensor.numel() == 0:
         return []
-    low = int(tensor.storage_offset()) * tensor.element_size()
-    return [WatchedRegion(storage, low, low + int(_extent(tensor)) * tensor.element_size())]
-
-
-def _joined(parts: list[Tensor]) -> list[WatchedRegion] | None:
-    regions: list[WatchedRegion] = []
-    for part in parts:
-        found = _regions(part)
-        if found is None:
-            return None
-        regions += found
-    return regions
-
-
-def _extent(tensor: Tensor) -> int:
-    """Return the number of storage elements from the tensor's first to its last."""
-    steps = zip(tensor.size(), tensor.stride(), strict=True)
-    return 1 + sum((size - 1) * stride for size, stride in steps)
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    """Return a clone. An expanded tensor is not enlarged."""
-    plain = type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_nested
-    if not plain or tensor.is_conj() or tensor.is_neg() or _extent(tensor) >= tensor.numel():
-        return tensor.clone()
-    flat = tensor.as_strided((_extent(tensor),), (1,), tensor.storage_offset()).clone()
-    return flat.as_strided(tensor.size(), tensor.stride(), 0)
+    return [WatchedRegion(storage, *extent_bytes(tensor))]

@@ -56,8 +56,7 @@ class MemoryStore(Store):
 
     def reserve(self, nbytes: int) -> Slot:
         """See :meth:`Store.reserve`."""
-        if self._bytes is None:
-            raise StashClosedError(f"{self.name} is closed")
+        self._contents()
         if self._max_bytes is not None and self._used + nbytes > self._max_bytes:
             raise StashFullError(errno.ENOSPC, f"{self.name} has no space for {nbytes} bytes")
         self._used += nbytes
@@ -66,17 +65,14 @@ class MemoryStore(Store):
 
     def write(self, slot: Slot, address: int) -> None:
         """See :meth:`Store.write`."""
-        if self._bytes is None:
-            raise StashClosedError(f"{self.name} is closed")
-        self._bytes[slot.offset] = ctypes.string_at(address, slot.nbytes)
+        self._contents()[slot.offset] = ctypes.string_at(address, slot.nbytes)
 
     def read(self, slot: Slot, address: int) -> None:
         """See :meth:`Store.read`."""
-        if self._bytes is None:
-            raise StashClosedError(f"{self.name} is closed")
-        if slot.offset not in self._bytes:
+        found = self._contents().get(slot.offset)
+        if found is None:
             raise StashIOError(errno.EIO, f"{self.name} has nothing at {slot.offset}")
-        ctypes.memmove(address, self._bytes[slot.offset], slot.nbytes)
+        ctypes.memmove(address, found, slot.nbytes)
 
     def release(self, slot: Slot) -> None:
         """See :meth:`Store.release`."""
@@ -92,6 +88,11 @@ class MemoryStore(Store):
     def close(self) -> None:
         """See :meth:`Store.close`."""
         self._bytes = None
+
+    def _contents(self) -> dict[int, bytes]:
+        if self._bytes is None:
+            raise StashClosedError(f"{self.name} is closed")
+        return self._bytes
 
 
 class _Wrapping(Store):

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from ..codecs import Codec, Encoded
+from ..codecs._base import integers as integers_of
 
 __all__ = ["check_codec"]
 
 _COUNTS = (1, 7, 8, 9, 63, 64, 65, 1000, 131_072, 131_079, 300_001)
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 _FLOATS = (
     torch.float16,
     torch.bfloat16,
@@ -53,26 +53,25 @@ def check_codec(codec: Codec) -> tuple[str, ...]:
 def _samples(generator: torch.Generator) -> Iterator[tuple[str, Tensor]]:
     for count in _COUNTS:
         for dtype in _FLOATS:
-            yield f"{dtype_name(dtype)}, random, {count}", _random_bits(count, dtype, generator)
+            name = str(dtype).removeprefix("torch.")
+            yield f"{name}, random, {count}", _random_bits(count, dtype, generator)
             normal = torch.randn(count, generator=generator)
-            yield f"{dtype_name(dtype)}, after a ReLU, {count}", normal.relu().to(dtype)
-            yield f"{dtype_name(dtype)}, finite, {count}", normal.to(dtype)
+            yield f"{name}, after a ReLU, {count}", normal.relu().to(dtype)
+            yield f"{name}, finite, {count}", normal.to(dtype)
             for low, high in ((0.0, 1.25), (-0.0, 0.0), (math.nan, -math.inf)):
                 two = torch.where(normal > 0.5, high, low).to(dtype)
-                yield f"{dtype_name(dtype)}, two values, {count}", two
-            yield f"{dtype_name(dtype)}, constant, {count}", torch.full((count,), -0.0).to(dtype)
+                yield f"{name}, two values, {count}", two
+            yield f"{name}, constant, {count}", torch.full((count,), -0.0).to(dtype)
         for dtype in _WHOLES:
-            yield f"{dtype_name(dtype)}, random, {count}", _random_bits(count, dtype, generator)
+            name = str(dtype).removeprefix("torch.")
+            yield f"{name}, random, {count}", _random_bits(count, dtype, generator)
             limits = torch.iinfo(dtype)
             for width in (1, 200, 256, 60_000, 1 << 33):
                 width = min(width, limits.max)
                 for low in (limits.min, 0, limits.max - width):
                     offsets = torch.randint(0, width + 1, (count,), generator=generator)
-                    yield f"{dtype_name(dtype)}, narrow, {count}", (offsets + low).to(dtype)
-        yield (
-            f"bool, random, {count}",
-            torch.rand(count, generator=generator) > 0.3,
-        )
+                    yield f"{name}, narrow, {count}", (offsets + low).to(dtype)
+        yield f"bool, random, {count}", torch.rand(count, generator=generator) > 0.3
 
 
 def _random_bits(count: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
@@ -80,16 +79,9 @@ def _random_bits(count: int, dtype: torch.dtype, generator: torch.Generator) -> 
     return torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator).view(dtype)
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """``"float32"``."""
-    return str(dtype).removeprefix("torch.")
-
-
 def _check(codec: Codec, name: str, values: Tensor) -> bool:
     """Whether ``codec`` encodes ``values``."""
-    integers = values.view(
-        torch.uint8 if values.dtype == torch.bool else _INTEGERS[values.itemsize]
-    )
+    integers = integers_of(values)
     before = integers.clone()
     encoded = codec.encode(values)
     assert torch.equal(integers, before), f"{codec!r} changed the values of {name}"

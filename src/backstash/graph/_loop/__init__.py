@@ -10,24 +10,6 @@ undoes the step's side effects, and ``_saves`` decides where saved tensors go.
 from __future__ import annotations
 
 from ._call import checkpoint_loop
-from ._choose import LoopPlan, MeasuredStep
-from ._schedules import (
-    Binomial,
-    KeepAll,
-    Schedule,
-    TwoLevel,
-    count_evaluations,
-    least_evaluations,
-)
+from ._schedules import Binomial, KeepAll, Schedule, TwoLevel
 
-__all__ = [
-    "Binomial",
-    "KeepAll",
-    "LoopPlan",
-    "MeasuredStep",
-    "Schedule",
-    "TwoLevel",
-    "checkpoint_loop",
-    "count_evaluations",
-    "least_evaluations",
-]
+__all__ = ["Binomial", "KeepAll", "Schedule", "TwoLevel", "checkpoint_loop"]

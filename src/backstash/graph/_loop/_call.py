@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +16,7 @@ from ...errors import UsageError
 from ...stash import Stash
 from ...stores import Disk
 from ...units import in_bytes, parse_bytes
-from ._choose import Budgets, LoopPlan, MeasuredStep, choose, describe, disk_speed, free_bytes
+from ._choose import Budgets, LoopPlan, MeasuredStep, choose, describe, disk_speed
 from ._loop import Loop
 from ._outputs import Outputs
 from ._saves import Saves
@@ -171,9 +171,8 @@ class _Tiers:
     """The stash of a loop, and its budgets."""
 
     stash: Stash
-    memory: int | None
-    directory: str | None
-    max_bytes: int | None
+    memory: int | None = None
+    disk: str | os.PathLike[str] | Disk | None = None
 
     @classmethod
     def of(
@@ -193,16 +192,14 @@ class _Tiers:
                 raise UsageError("stash= has budgets of its own: give no memory= or disk= with it")
             if schedule is None:
                 raise UsageError("stash= needs a schedule=, such as Binomial(16) or KeepAll()")
-            return cls(stash, None, None, None)
+            return cls(stash)
         if memory is None and disk is None and schedule is None:
             raise UsageError(
                 'checkpoint_loop has no budget: give memory="4GiB", disk="/scratch", or a schedule='
             )
         nbytes = None if memory is None else parse_bytes(memory, name="memory")
-        if nbytes is None and disk is not None:
-            nbytes = 0
         if disk is None:
-            return cls(Stash(keep=in_bytes(nbytes), name="checkpoint_loop"), nbytes, None, None)
+            return cls(Stash(keep=in_bytes(nbytes), name="checkpoint_loop"), nbytes)
         # Bytes in transit to and from the disk are in memory, too.
         window = min(max(nbytes // 8, _LEAST_WINDOW), _MOST_WINDOW) if nbytes else _MOST_WINDOW
         keep = max((nbytes or 0) - 2 * window, 0)
@@ -214,16 +211,16 @@ class _Tiers:
             min_bytes=_LEAST_ON_DISK,
             name="checkpoint_loop",
         )
-        directory: Any = getattr(disk, "directory", disk)
-        return cls(made, keep, os.fspath(directory), getattr(disk, "max_bytes", None))
+        return cls(made, keep, disk)
 
     def budgets(self) -> Budgets:
-        if self.directory is None:
+        if self.disk is None:
             return Budgets(self.memory)
-        room = free_bytes(self.directory)
-        if self.max_bytes is not None:
-            room = min(room, self.max_bytes)
-        return Budgets(self.memory, room, disk_speed(self.directory))
+        directory: Any = getattr(self.disk, "directory", self.disk)
+        free, most = shutil.disk_usage(directory).free, getattr(self.disk, "max_bytes", None)
+        return Budgets(
+            self.memory, free if most is None else min(free, most), disk_speed(directory)
+        )
 
 
 class _Job:
@@ -249,7 +246,7 @@ class _Job:
             )
         self.step, self.args, self.face, self.until = step, args, face, until
         self.state = flatten(state, "state")
-        self.xs = flatten(xs, "xs") if face.xs else StepState((), None)
+        self.xs = flatten(xs, "xs")
         self.n = self._length(n)
         if self.n is None and until is None:
             raise UsageError("n=None: allowed with until= or xs=, which end the loop")
@@ -286,11 +283,8 @@ class _Job:
         """Run the loop without snapshots."""
         state, number, outputs = self.state.whole(), 0, self._outputs()
         while self.n is None or number < self.n:
-            own = [
-                *([number] if self.face.index else ()),
-                *([self.x(number).whole()] if self.face.xs else ()),
-            ]
-            result = self.step(state, *own, *self.args)
+            given = self.face.arguments(state, number, self.x(number).whole(), self.args)
+            result = self.step(*given)
             state, y = result if self.face.ys else (result, None)
             outputs.add(flatten(y, "y"))
             if self._ends(number, flatten(state, "state")):
@@ -306,15 +300,14 @@ class _Job:
 
     def _loop(self, stash: Stash, progress: bool | None) -> tuple[Loop, Stepper]:
         stepper = Stepper(self.step, self.args, self.face)
-        seen = [*self.state.tensors, *self.xs.tensors, *stepper.arguments]
+        seen = [*self.state.tensors, *self.xs.tensors, *stepper.outer_tensors()]
         return Loop(stepper, stash, Surroundings(seen), progress=progress), stepper
 
     def measured(self, stash: Stash) -> MeasuredStep:
         """Run the first step and return its measurements."""
         loop, stepper = self._loop(stash, False)
         with loop.surroundings.replaying():
-            x = self.x(0) if self.n else StepState((), None)
-            found, saves = loop.evaluate(0, self.state, x, through_stash=True, again=True)
+            found, saves = loop.evaluate(0, self.state, self.x(0), through_stash=True, again=True)
         return self._found(found, saves, stepper)
 
     def _found(self, found: Evaluation, saves: Saves, stepper: Stepper) -> MeasuredStep:
@@ -340,27 +333,19 @@ class _Job:
             keep = schedule is None or schedule.keeps_graphs
             x = self.x(number)
             is_last = None if self.n is None or self.until else number + 1 == self.n
-            ends = functools.partial(self._ends, number)
-            state, y, ended, found, saves = loop.advance(
-                number,
-                state,
-                x,
-                through_stash=keep or bool(is_last),
-                ends=ends,
-                copied=outputs.copied,
+            state, y, found, saves = loop.advance(
+                number, state, x, through_stash=keep or bool(is_last), copied=outputs.copied
             )
             outputs.add(y)
             if schedule is None:
-                schedule = self._chosen(tiers, self._found(found, saves, stepper))
+                known = self._found(found, saves, stepper)
+                schedule = choose(self.n or 1_000_000, tiers.budgets(), known).schedule
                 keep = schedule.keeps_graphs
             loop.schedule = schedule
             if keep or is_last:
                 loop.keep(number, found)
             del found, saves
-            number += 1
-            if ended:
+            if self._ends(number, state):
                 return self._result(state.whole(), outputs)
+            number += 1
             loop.hold_if_asked(number, state, self.n)
-
-    def _chosen(self, tiers: _Tiers, known: MeasuredStep) -> Schedule:
-        return choose(self.n or 1_000_000, tiers.budgets(), known).schedule

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
 import time
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from ...stash import Stash
 from ...units import format_bytes
 from ._schedules import Binomial, KeepAll, Schedule, TwoLevel, costs
 
-__all__ = ["Budgets", "LoopPlan", "MeasuredStep", "choose", "describe", "disk_speed", "free_bytes"]
+__all__ = ["Budgets", "LoopPlan", "MeasuredStep", "choose", "describe", "disk_speed"]
 
 _BACKWARD = 2.0  # a step's backward takes two evaluations: two matrix products for one
 _PROBE_BYTES = 4 << 20
@@ -132,11 +131,6 @@ def describe(schedule: Schedule, n: int, budgets: Budgets, measured: MeasuredSte
     return LoopPlan(
         schedule, n, evaluations, snapshots, held - below, below, max(compute, moving), measured
     )
-
-
-def free_bytes(directory: str) -> int:
-    """Return the free bytes of ``directory``'s file system."""
-    return shutil.disk_usage(directory).free
 
 
 def disk_speed(directory: str) -> float:

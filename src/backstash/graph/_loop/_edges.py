@@ -21,7 +21,7 @@ from ..._torch.engine import number_of, sequence_number
 from ..._torch.hook_dicts import without_gradient_hooks
 from ..._torch.trees import tree_map_only
 
-__all__ = ["Aliases", "Foreign", "Uses", "reaches", "stand_in", "uses_of"]
+__all__ = ["Aliases", "Foreign", "Uses", "stand_in", "uses_of"]
 
 _CAST = "ToCopyBackward0"
 
@@ -35,20 +35,6 @@ def stand_in(outer: Tensor) -> Tensor:
     """
     leaf = outer.detach().requires_grad_(outer.requires_grad)
     return leaf if outer.is_leaf else leaf.view_as(leaf)
-
-
-def reaches(tensor: Tensor, nodes: set[Any]) -> bool:
-    """Return whether one of ``nodes`` is in the graph of ``tensor``."""
-    ahead: list[Any] = [tensor.grad_fn]
-    seen = set(ahead)
-    while ahead:
-        for following, _ in ahead.pop().next_functions:
-            if following in nodes:
-                return True
-            if following is not None and following not in seen:
-                seen.add(following)
-                ahead.append(following)
-    return False
 
 
 class Aliases:
@@ -214,12 +200,8 @@ def uses_of(outputs: Sequence[Tensor], since: int, known: Callable[[Key], bool])
             elif following not in seen:
                 seen.add(following)
                 ahead.append(following)
-    custom = sorted((each for each in seen if _is_custom(each)), key=number_of)
+    custom = sorted((each for each in seen if isinstance(each, BackwardCFunction)), key=number_of)
     return Uses(edges, tuple(found for each in custom if (found := _constants(each))))
-
-
-def _is_custom(node: Any) -> bool:
-    return isinstance(node, BackwardCFunction)
 
 
 def _constants(node: Any) -> tuple[Any, ...]:

@@ -53,8 +53,8 @@ class Effects(SilentMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._own: dict[int, object] = {}  # storages made inside, by identity, which this reserves
         self._own_sparse: dict[int, weakref.ref[Tensor]] = {}
-        self._seen: set[Any] = set()
-        self._written: list[tuple[Tensor, Tensor, int]] = []  # tensor, earlier value and version
+        # By place: a tensor, its earlier value and version.
+        self._written: dict[Any, tuple[Tensor, Tensor, int]] = {}
         self._grads = {id(leaf): (leaf, leaf.grad) for leaf in leaves}
         self._buffers: dict[tuple[int, str], tuple[nn.Module, str, Tensor]] = {}
         self._ran_before = ran_before
@@ -80,7 +80,7 @@ class Effects(SilentMode):
             for module, name, buffer in self._buffers.values()
         ):
             return True
-        return not all(_is_same(tensor, before) for tensor, before, _ in self._written)
+        return not all(_is_same(tensor, before) for tensor, before, _ in self._written.values())
 
     @property
     def accumulated(self) -> list[Tensor]:
@@ -94,7 +94,7 @@ class Effects(SilentMode):
         for leaf, grad in self._grads.values():
             leaf.grad = grad
         with torch.no_grad():
-            for tensor, before, version in reversed(self._written):
+            for tensor, before, version in reversed(self._written.values()):
                 if _is_same(tensor, before):
                     continue  # e.g. an expanded buffer, which cannot be written
                 # Batch normalization saves its statistics and writes to them without raising a version.
@@ -204,12 +204,10 @@ class Effects(SilentMode):
 
     def _made(self, result: Any, args: Any, kwargs: Any) -> None:
         """Record the memory that an operation allocated: its results' memory that is not its arguments'."""
+        given = {*map(_identity, tensors_of((*args, *kwargs.values())))}
         for each in tensors_of(result):
-            storage = storage_of(each)
-            identity = id(each) if storage is None else storage_identity(storage)
-            if identity in self._own or identity in map(_identity, tensors_of(args)):
-                continue
-            if kwargs and identity in map(_identity, tensors_of((*kwargs.values(),))):
+            storage, identity = storage_of(each), _identity(each)
+            if identity in self._own or identity in given:
                 continue
             if storage is None:
                 self._own_sparse[identity] = weakref.ref(each)
@@ -228,9 +226,8 @@ class Effects(SilentMode):
             return
         else:
             place = storage_identity(storage), place_of(tensor)
-        if place not in self._seen:
-            self._seen.add(place)
-            self._written.append((tensor, tensor.detach().clone(), tensor._version))
+        if place not in self._written:
+            self._written[place] = tensor, tensor.detach().clone(), tensor._version
 
 
 def _is_same(tensor: Tensor, before: Tensor) -> bool:

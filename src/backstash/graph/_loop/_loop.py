@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from ._saves import Again, Saves
 from ._schedules import Binomial, Schedule, checked_next
 from ._state import StepSnapshot, StepState
 from ._steps import Evaluation, Node, Stepper, leaves_of
-from ._surroundings import RandomState, Surroundings
+from ._surroundings import Surroundings
 
 __all__ = ["Loop"]
 
@@ -35,11 +36,26 @@ class _Record:
         self.mark = found.mark
         self.pattern = found.pattern
         self.groups: dict[Any, int] = {}
-        """By token: the number of the outside tensor."""
+        """By token: the ``id`` of the outside tensor."""
         self.edges: list[int] = []
-        """The number of the outside tensor of each edge of the node."""
+        """The ``id`` of the outside tensor of each edge of the node."""
         self.kept: Evaluation | None = None
         """The graph, if it is kept for backward."""
+
+    def backward(
+        self, found: Evaluation, gradients: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        """Return the gradient for each edge of the node, computed by the graph of ``found``."""
+        incoming = [pair for pair in zip(found.ends, gradients, strict=True) if pair[1] is not None]
+        result: list[Tensor | None] = [None] * len(self.edges)
+        if not incoming:
+            return result
+        free: dict[int, deque[int]] = {}
+        for place, group in enumerate(self.edges):
+            free.setdefault(group, deque()).append(place)
+        for key, gradient in found.uses.backward(*zip(*incoming, strict=True)):
+            result[free[self.groups[found.tokens[key]]].popleft()] = gradient
+        return result
 
 
 class Loop:
@@ -63,7 +79,7 @@ class Loop:
         self._stash = stash
         self.surroundings = surroundings
         self._lock = threading.RLock()  # for backwards on several threads
-        self._following: tuple[Any, int | None] | None = None
+        self._following: int | None = None  # the next state to hold in forward
         self._stride = 1
         self._progress_wanted = progress
         self._progress: LoopProgress | None = None
@@ -71,9 +87,8 @@ class Loop:
         """The schedule, which says which states to hold."""
         self._held: list[tuple[int, StepSnapshot]] = []
         self._records: list[_Record] = []
-        self._accumulated: list[
-            Tensor
-        ] = []  # leaves to which a backward inside step 0 gives gradients
+        # Leaves to which a backward inside step 0 gives gradients.
+        self._accumulated: list[Tensor] = []
         self._is_asked = False  # whether a step itself unpacks saved tensors
         self.evaluations = 0
         """The number of evaluations of the step so far, including forward's."""
@@ -82,7 +97,7 @@ class Loop:
 
     def hold(self, number: int, state: StepState) -> None:
         """Hold the state before step ``number`` as a snapshot."""
-        random = RandomState.now(self.surroundings.devices)
+        random = self.surroundings.random_state()
         self._held.append((number, StepSnapshot(self._stash, state, random)))
 
     def hold_if_asked(self, number: int, state: StepState, n: int | None) -> None:
@@ -92,9 +107,9 @@ class Loop:
         if n is None:
             self._hold_online(number, state)
             return
-        if self._following is None or self._following[0] is not self._held[-1]:
-            self._following = (self._held[-1], checked_next(self.schedule, self._steps_held(), n))
-        if number == self._following[1]:
+        if self._held[-1][0] == number - 1:
+            self._following = checked_next(self.schedule, self._steps_held(), n)
+        if number == self._following:
             self.hold(number, state)
 
     def _hold_online(self, number: int, state: StepState) -> None:
@@ -103,16 +118,12 @@ class Loop:
         The distance between two is at most twice the distance of evenly spaced snapshots, for any number of
         steps.
         """
-        if number % self._stride:
-            return
-        if len(self._held) >= getattr(self.schedule, "snapshots", _SLOTS):
+        slots = getattr(self.schedule, "snapshots", _SLOTS)
+        if number % self._stride == 0 and len(self._held) >= slots:
             self._stride *= 2
             self._held = [each for each in self._held if each[0] % self._stride == 0]
-            if number % self._stride or len(self._held) >= getattr(
-                self.schedule, "snapshots", _SLOTS
-            ):
-                return
-        self.hold(number, state)
+        if number % self._stride == 0 and len(self._held) < slots:
+            self.hold(number, state)
 
     def advance(
         self,
@@ -121,25 +132,23 @@ class Loop:
         x: StepState,
         *,
         through_stash: bool,
-        ends: Callable[[StepState], bool],
         copied: Callable[[int, Tensor], Tensor],
-    ) -> tuple[StepState, StepState, bool, Evaluation, Saves]:
-        """Run step ``number`` forward. Return its state and ``y`` in the outer graph, whether it is the last
-        step, its evaluation, and its saved tensors.
+    ) -> tuple[StepState, StepState, Evaluation, Saves]:
+        """Run step ``number`` forward. Return its state and ``y`` in the outer graph, its evaluation, and its
+        saved tensors.
 
         Args:
             number: the number of the step.
             state: its state, in the outer graph.
             x: its own input, in the outer graph.
             through_stash: whether its saved tensors go to the stash.
-            ends: returns, for the new state, whether this is the last step.
             copied: copies a leaf of ``y``, given its position, to its final place.
         """
         with self.surroundings.entered():
             found, saves = self.evaluate(number, state, x, through_stash=through_stash)
         self._records.append(_Record(x, found))
         new, y = self._attach(number, self._records[-1], found, state, x, copied)
-        return new, y, ends(new), found, saves
+        return new, y, found, saves
 
     def keep(self, number: int, found: Evaluation) -> None:
         """Keep the graph of step ``number`` for backward."""
@@ -161,7 +170,7 @@ class Loop:
                 step uses, and saves nothing.
             again: whether the step ran before, so that its side effects must be undone.
         """
-        random = RandomState.now(self.surroundings.devices)
+        random = self.surroundings.random_state()
         state, x = leaves_of(state), leaves_of(x)
         is_unseen = False  # whether a part of the step ran whose writes are unknown
         for attempt in range(3):
@@ -214,16 +223,15 @@ class Loop:
         """Put the step into the outer graph."""
         outer: dict[Any, Any] = {("state", place): leaf for place, leaf in enumerate(state.leaves)}
         outer |= {("x", place): leaf for place, leaf in enumerate(x.leaves)}
-        numbers: dict[int, int] = {}
         tensors: list[Tensor] = []
         for key in found.uses.keys:
             token = found.tokens[key]
             tensor = outer[token] if isinstance(token, tuple) else self._stepper.tensors[token][0]
             if key in found.uses.casts:
                 self._refuse_cached_cast(number, tensor)
-            record.groups[token] = numbers.setdefault(id(tensor), len(numbers))
-            record.edges.append(record.groups[token])
+            record.groups[token] = id(tensor)
             tensors.append(tensor)
+        record.edges = [*map(id, tensors)]
         made = {id(alias): tensor for tensor, alias in self._stepper.outside.pairs()}
         for leaf, tensor in zip(found.inputs, (*state.leaves, *x.leaves), strict=True):
             if isinstance(tensor, Tensor):
@@ -237,7 +245,7 @@ class Loop:
                 for place in found.places
             ]
             apply: Callable[..., Any] = Node.apply
-            results = apply(functools.partial(self._reversed, number), detached, *tensors)
+            results = apply(functools.partial(self._reverse, number), detached, *tensors)
             made |= {id(each): result for each, result in zip(graph, results, strict=True)}
         return found.state.replaced(made), found.y.replaced(made)
 
@@ -251,34 +259,18 @@ class Loop:
 
     # Backward.
 
-    def _reversed(self, number: int, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        with self._lock:
-            return self._reverse(number, gradients)
-
     def _reverse(self, number: int, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        record = self._records[number]
-        self._stepper.check_versions(number)
-        found, record.kept = record.kept, None
-        if found is None:
-            found = self._again(number)
-        if self._progress is None:
-            self._progress = LoopProgress(number + 1, self._progress_wanted)
-        ends, incoming = [], []
-        for end, gradient in zip(found.ends, gradients, strict=True):
-            if gradient is not None:
-                ends.append(end)
-                incoming.append(gradient)
-        result: list[Tensor | None] = [None] * len(record.edges)
-        if ends:
-            free: dict[int, list[int]] = {}
-            for place, group in enumerate(record.edges):
-                free.setdefault(group, []).append(place)
-            for group_places in free.values():
-                group_places.reverse()
-            for key, gradient in found.uses.backward(ends, incoming):
-                result[free[record.groups[found.tokens[key]]].pop()] = gradient
-        self._progress.done(number, self.evaluations)
-        return result
+        with self._lock:
+            record = self._records[number]
+            self._stepper.check_versions(number)
+            found, record.kept = record.kept, None
+            if found is None:
+                found = self._again(number)
+            if self._progress is None:
+                self._progress = LoopProgress(number + 1, self._progress_wanted)
+            result = record.backward(found, gradients)
+            self._progress.done(number, self.evaluations)
+            return result
 
     def _again(self, number: int) -> Evaluation:
         """Return the graph of step ``number``, computed from the last snapshot. Holds new ones."""

@@ -15,7 +15,7 @@ from typing import Protocol, runtime_checkable
 from ..._text import shown
 from ...errors import UsageError
 
-__all__ = ["Binomial", "KeepAll", "Schedule", "TwoLevel", "count_evaluations", "least_evaluations"]
+__all__ = ["Binomial", "KeepAll", "Schedule", "TwoLevel"]
 
 
 @runtime_checkable
@@ -60,9 +60,6 @@ class Binomial:
 
     Raises:
         UsageError: ``snapshots`` is not a whole number of at least 1.
-
-    >>> count_evaluations(Binomial(3), 10), least_evaluations(10, 3)
-    (25, 25)
     """
 
     snapshots: int
@@ -152,13 +149,11 @@ def least_evaluations(n: int, snapshots: int) -> int:
     return n + repeats * n - _beta(snapshots + 1, repeats - 1)
 
 
-def count_evaluations(schedule: Schedule, n: int) -> int:
-    """Return how many evaluations ``schedule`` needs for ``n`` steps and their backward, by simulation."""
-    return play(schedule, n)[0]
-
-
 def play(schedule: Schedule, n: int) -> tuple[int, int]:
-    """Return the number of evaluations, and the most snapshots that are held at once."""
+    """Return the evaluations of ``n`` steps and their backward, and the most snapshots that are held at once.
+
+    Both are counted by simulation.
+    """
     if schedule.keeps_graphs or n == 0:
         return n, 1
     held, evaluations, most = [0], 0, 1
@@ -183,10 +178,8 @@ def costs(schedule: Schedule, n: int) -> tuple[int, int]:
         # Forward runs all steps. Each interval is then reversed as by Binomial, the last one first.
         fine, before = Binomial(schedule.snapshots), (n - 1) // schedule.every
         last = n - before * schedule.every
-        (in_last, held_in_last), (in_whole, held_in_whole) = (
-            costs(fine, last),
-            costs(fine, schedule.every),
-        )
+        in_last, held_in_last = costs(fine, last)
+        in_whole, held_in_whole = costs(fine, schedule.every)
         most = before + (max(held_in_last, held_in_whole - 1) if before else held_in_last)
         return before * (schedule.every + in_whole) + in_last, most
     return play(schedule, n)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,9 +45,9 @@ class StepState:
         """Return the original object."""
         return tree_unflatten(list(self.leaves), self.structure)
 
-    def replaced(self, tensors: dict[int, Tensor]) -> StepState:
-        """Return the state with some tensors replaced, given by the ``id`` of the old tensor."""
-        return StepState([tensors.get(id(leaf), leaf) for leaf in self.leaves], self.structure)
+    def replaced(self, leaves: Mapping[int, Any]) -> StepState:
+        """Return the state with some leaves replaced, given by the ``id`` of the old leaf."""
+        return StepState([leaves.get(id(leaf), leaf) for leaf in self.leaves], self.structure)
 
 
 def flatten(value: Any, name: str) -> StepState:
@@ -67,41 +67,38 @@ def flatten(value: Any, name: str) -> StepState:
 class StepSnapshot:
     """The state before a step, held as blocks of a stash, with the state of the random number generators."""
 
-    __slots__ = ("_leaves", "_packed", "_random", "_requires", "_stash", "_state")
+    __slots__ = ("_random", "_stash", "_state")
 
     def __init__(self, stash: Stash, state: StepState, random: RandomState) -> None:
         self._stash = stash
         self._random = random
         distinct = {id(tensor): tensor for tensor in state.tensors}
-        self._packed = {key: stash.pack(tensor.detach()) for key, tensor in distinct.items()}
-        self._requires = {key: tensor.requires_grad for key, tensor in distinct.items()}
-        self._leaves = {key for key, tensor in distinct.items() if tensor.is_leaf}
-        leaves = [_Place(id(leaf)) if isinstance(leaf, Tensor) else leaf for leaf in state.leaves]
-        self._state = StepState(leaves, state.structure)
+        self._state = state.replaced(
+            {key: _PackedLeaf(stash, tensor) for key, tensor in distinct.items()}
+        )
 
     def load(self) -> tuple[StepState, RandomState]:
         """Return the state, bit for bit and without a graph, and the state of the random number generators.
 
         A tensor that was a leaf is a leaf again. Raises the errors of :meth:`Stash.unpack`.
         """
-        tensors = {}
-        for key, packed in self._packed.items():
-            leaf = self._stash.unpack(packed).detach().requires_grad_(self._requires[key])
-            tensors[key] = leaf if key in self._leaves else leaf.view_as(leaf)
-        leaves = [
-            tensors[leaf.number] if isinstance(leaf, _Place) else leaf
-            for leaf in self._state.leaves
-        ]
-        return StepState(leaves, self._state.structure), self._random
+        distinct = {id(leaf): leaf for leaf in self._state.leaves if isinstance(leaf, _PackedLeaf)}
+        loaded = {key: leaf.load(self._stash) for key, leaf in distinct.items()}
+        return self._state.replaced(loaded), self._random
 
 
-class _Place:
-    """The position of a tensor among the leaves."""
+class _PackedLeaf:
+    """A tensor of a snapshot."""
 
-    __slots__ = ("number",)
+    __slots__ = ("_is_leaf", "_packed", "_requires_grad")
 
-    def __init__(self, number: int) -> None:
-        self.number = number
+    def __init__(self, stash: Stash, tensor: Tensor) -> None:
+        self._packed = stash.pack(tensor.detach())
+        self._requires_grad, self._is_leaf = tensor.requires_grad, tensor.is_leaf
+
+    def load(self, stash: Stash) -> Tensor:
+        leaf = stash.unpack(self._packed).detach().requires_grad_(self._requires_grad)
+        return leaf if self._is_leaf else leaf.view_as(leaf)
 
 
 def fingerprint(values: Sequence[Any]) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +12,11 @@ from torch import Tensor
 from torch.autograd import graph as stock
 
 from ..._torch.engine import number_of, sequence_number
+from ..._torch.graph_walk import iter_graph
 from ..._torch.hook_dicts import count_gradient_hooks
 from ..._torch.trees import tree_flatten
 from ...errors import InplaceError, UsageError
-from ._edges import Aliases, Foreign, Key, Uses, reaches, stand_in, uses_of
+from ._edges import Aliases, Foreign, Key, Uses, stand_in, uses_of
 from ._saves import Again
 from ._state import StepState, fingerprint, flatten
 
@@ -34,6 +35,10 @@ class Face:
     """Whether it takes an input of its own, after the index."""
     ys: bool
     """Whether it returns ``(state, y)``."""
+
+    def arguments(self, state: Any, number: int, x: Any, args: Iterable[Any]) -> list[Any]:
+        """Return the step's arguments in order."""
+        return [state, *([number] if self.index else ()), *([x] if self.xs else ()), *args]
 
 
 @dataclass(slots=True)
@@ -81,7 +86,7 @@ class Stepper:
         self.closures = False
         """Whether ``step`` reaches such a tensor through a closure."""
         self._begun = sequence_number()
-        self._args = _flattened(args)
+        self._args = StepState(*tree_flatten(list(args)))  # leaves of other types are passed on
         for tensor in self._args.tensors:
             if tensor.grad_fn is not None:
                 self.outside.of(tensor)
@@ -90,13 +95,8 @@ class Stepper:
         }
         """Outside tensors that steps use, and the version of each when the loop first ran."""
 
-    @property
-    def arguments(self) -> list[Tensor]:
-        """The tensors among the arguments."""
-        return self._args.tensors
-
     def outer_tensors(self) -> list[Tensor]:
-        """Return the outside tensors that steps have used so far."""
+        """Return the tensors among the arguments, and the other outside tensors that steps have used."""
         return [tensor for tensor, _ in self.tensors.values()]
 
     def run(self, number: int, state: StepState, x: StepState) -> Evaluation:
@@ -110,9 +110,7 @@ class Stepper:
         new, y = self._split(number, result, state)
         for key, leaf in inputs.items():
             if leaf._version != versions[key]:
-                raise UsageError(
-                    f"step {number} changed its input in place: a snapshot holds it. Change a clone"
-                )
+                raise _input_changed(number)
             if count_gradient_hooks(leaf) or leaf.retains_grad:
                 raise UsageError(
                     f"step {number} registered a hook on its input, which would see only one step's "
@@ -164,7 +162,8 @@ class Stepper:
     def _check_outside(self, number: int, tensor: Tensor, own: dict[Key, Token]) -> None:
         """Raise for a tensor that another step created, since each replay would create a new one."""
         node: Any = tensor.grad_fn
-        if number_of(node) >= self._begun or reaches(tensor, {key[0] for key in own}):
+        inputs = {key[0] for key in own}
+        if number_of(node) >= self._begun or not inputs.isdisjoint(iter_graph(tensor)):
             raise UsageError(
                 f"step {number} uses a tensor of shape {tuple(tensor.shape)} ({node.name()}) that was "
                 "computed by an earlier step, or on another thread: return it in the state, or pass it "
@@ -175,12 +174,8 @@ class Stepper:
         self, number: int, state: StepState, x: StepState, since: int, own: dict[Key, Token]
     ) -> Any:
         outside = {id(outer): alias for outer, alias in self.outside.pairs()}
-        positional: list[Any] = [state.whole()]
-        if self._face.index:
-            positional.append(number)
-        if self._face.xs:
-            positional.append(x.whole())
-        positional += self._args.replaced(outside).whole()
+        args = self._args.replaced(outside).whole()
+        positional = self._face.arguments(state.whole(), number, x.whole(), args)
         try:
             if self.closures:
                 check = functools.partial(self._check_outside, number, own=own)
@@ -189,9 +184,7 @@ class Stepper:
             return self._step(*positional)
         except RuntimeError as error:
             if "leaf Variable that requires grad" in str(error):
-                raise UsageError(
-                    f"step {number} changed its input in place: a snapshot holds it. Change a clone"
-                ) from error
+                raise _input_changed(number) from error
             raise
 
     def _split(self, number: int, result: Any, before: StepState) -> tuple[StepState, StepState]:
@@ -212,9 +205,8 @@ class Stepper:
 
     def _refuse_views(self, number: int, outputs: list[Any], inputs: dict[int, Tensor]) -> None:
         taken = {_address(leaf) for leaf in inputs.values()} - {0}
-        for output in outputs:
-            if not isinstance(output, Tensor) or id(output) in inputs:
-                continue
+        made = [each for each in outputs if isinstance(each, Tensor) and id(each) not in inputs]
+        for output in made:
             if _address(output) in taken:
                 raise UsageError(
                     f"step {number} returned a view of its input, of shape {tuple(output.shape)}: return a "
@@ -224,15 +216,14 @@ class Stepper:
     def _tokens(self, uses: Uses, own: dict[Key, Token]) -> dict[Any, Token]:
         found = {}
         for key in uses.keys:
-            found[key] = own.get(key)
-            if found[key] is None:
-                outer = self.outside.outer_of(key)
-                found[key] = self._note(key[0].variable if outer is None else outer)
+            token = own.get(key)
+            if token is None:
+                alias_of = self.outside.outer_of(key)
+                outer = key[0].variable if alias_of is None else alias_of
+                self.tensors.setdefault(id(outer), (outer, outer._version))
+                token = id(outer)
+            found[key] = token
         return found
-
-    def _note(self, tensor: Tensor) -> Token:
-        self.tensors.setdefault(id(tensor), (tensor, tensor._version))
-        return id(tensor)
 
     def check_versions(self, number: int) -> None:
         """Raise ``InplaceError`` if a tensor from outside was changed since the loop ran."""
@@ -245,9 +236,10 @@ class Stepper:
                 )
 
 
-def _flattened(args: tuple[Any, ...]) -> StepState:
-    """Return the arguments as a state; leaves that are not tensors are passed on unchanged."""
-    return StepState(*tree_flatten(list(args)))
+def _input_changed(number: int) -> UsageError:
+    return UsageError(
+        f"step {number} changed its input in place: a snapshot holds it. Change a clone"
+    )
 
 
 def _address(tensor: Tensor) -> int:

@@ -24,12 +24,6 @@ class RandomState:
     devices: tuple[tuple[torch.device, Tensor], ...]
     """The states of the devices' generators."""
 
-    @classmethod
-    def now(cls, devices: Iterable[torch.device]) -> RandomState:
-        """Return the present states."""
-        states = [(each, torch.get_device_module(each).get_rng_state(each)) for each in devices]
-        return cls(torch.get_rng_state(), tuple(states))
-
     def restore(self) -> None:
         """Restore these states."""
         torch.set_rng_state(self.cpu)
@@ -41,15 +35,15 @@ class Surroundings:
     """The present autocast state and settings, and the devices whose random numbers count."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self.devices = list(
+        self._devices = list(
             dict.fromkeys(
                 each.device for each in tensors if each.device.type not in ("cpu", "meta")
             )
         )
-        self._settings = settings.now(on_accelerator=bool(self.devices))
-        kinds = ["cpu", *dict.fromkeys(device.type for device in self.devices)]
-        self.cache = torch.is_autocast_cache_enabled()
-        self.autocast: list[dict[str, Any]] = [
+        self._settings = settings.now(on_accelerator=bool(self._devices))
+        kinds = ["cpu", *dict.fromkeys(device.type for device in self._devices)]
+        self._cache = torch.is_autocast_cache_enabled()
+        self._autocast: list[dict[str, Any]] = [
             {
                 "device_type": kind,
                 "dtype": torch.get_autocast_dtype(kind),
@@ -59,17 +53,26 @@ class Surroundings:
             if torch.amp.autocast_mode.is_autocast_available(kind)
         ]
 
+    def random_state(self) -> RandomState:
+        """Return the present states of the random number generators."""
+        return RandomState(
+            torch.get_rng_state(),
+            tuple(
+                (each, torch.get_device_module(each).get_rng_state(each)) for each in self._devices
+            ),
+        )
+
     @property
     def casts_are_cached(self) -> bool:
         """Whether autocast caches one cast of a weight for all its uses."""
-        return self.cache and any(each["enabled"] for each in self.autocast)
+        return self._cache and any(each["enabled"] for each in self._autocast)
 
     @contextmanager
     def entered(self) -> Iterator[None]:
         """A context with gradients enabled and with the recorded autocast state, without its cache."""
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
-            for each in self.autocast:
+            for each in self._autocast:
                 if each["enabled"] or torch.is_autocast_enabled(each["device_type"]):
                     stack.enter_context(torch.autocast(**each, cache_enabled=False))
             yield
@@ -77,7 +80,7 @@ class Surroundings:
     @contextmanager
     def replaying(self) -> Iterator[None]:
         """Like :meth:`entered`, also with the recorded settings. Restores the random numbers at the end."""
-        before = RandomState.now(self.devices)
+        before = self.random_state()
         try:
             with settings.put(self._settings), self.entered():
                 yield
