@@ -6,7 +6,8 @@
 
 Each is a process of its own. Seconds are those of the processor (user and system), which a busy
 machine changes less than those of the clock; the clock's are next to them. "To the first line" is
-until the script's first line after `import torch` runs. Medians; the least and the most in brackets.
+until the script's first line after `import torch` runs; "MiB" is the most memory that the process has held by
+then. Medians; the least and the most in brackets.
 """
 
 from __future__ import annotations
@@ -22,14 +23,16 @@ import time
 from pathlib import Path
 
 NOW = "import resource, time\nused = resource.getrusage(resource.RUSAGE_SELF)\n"
-FIRST_LINE = f"{NOW}print(used.ru_utime + used.ru_stime, time.clock_gettime(time.CLOCK_BOOTTIME))\n"
+PRINT = "print(used.ru_utime + used.ru_stime, time.clock_gettime(time.CLOCK_BOOTTIME), used.ru_maxrss)\n"
+FIRST_LINE = NOW + PRINT
 SCRIPTS = {"with torch": f"import torch\n{FIRST_LINE}", "without torch": FIRST_LINE}
 
 
 def kinds(directory: str) -> dict[str, list[str]]:
     """The commands, by what they are called."""
     backstash = [sys.executable, "-m", "backstash"]
-    run = [*backstash, "run", "--disk", directory]
+    run = [*backstash, "run"]
+    to_disk = [*run, "--disk", directory]
     found = {
         "backstash --help": [*backstash, "--help"],
         "backstash --version": [*backstash, "--version"],
@@ -42,6 +45,7 @@ def kinds(directory: str) -> dict[str, list[str]]:
         found[f"python, {name}"] = [sys.executable, script]
         found[f"backstash run, {name}"] = [*run, script]
         found[f"backstash run --quiet, {name}"] = [*run, "--quiet", script]
+        found[f"backstash run --disk DIR, {name}"] = [*to_disk, script]
     return found
 
 
@@ -58,8 +62,12 @@ def measure(command: list[str]) -> dict[str, float]:
     )
     figures = {"cpu": used, "clock": time.clock_gettime(time.CLOCK_BOOTTIME) - began}
     if command[-1].endswith("torch.py"):
-        cpu, clock = map(float, output.split()[:2])
-        figures |= {"cpu to the first line": cpu, "clock to the first line": clock - began}
+        cpu, clock, kib = map(float, output.split()[:3])
+        figures |= {
+            "cpu to the first line": cpu,
+            "clock to the first line": clock - began,
+            "MiB": kib / 1024,  # getrusage(2) reports KiB
+        }
     return figures
 
 

@@ -302,7 +302,8 @@ def test_startup(
     assert load(ROOT / "benchmarks/startup.py").main() == 0
     found = json.loads(out.read_text())
     runs = ["python, without torch", "backstash run, without torch"]
-    assert list(found) == [*runs, "backstash run --quiet, without torch"]
+    others = ["--quiet", "--disk DIR"]
+    assert list(found) == [*runs, *(f"backstash run {each}, without torch" for each in others)]
     for (figures,) in found.values():
         assert 0 < figures["clock to the first line"] < figures["clock"]
     assert all(name in capsys.readouterr().out for name in runs[:1])
