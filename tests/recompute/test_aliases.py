@@ -1,6 +1,7 @@
 """Memory that is written and read through aliases with version counters of their own, such as ``.data``."""
 
 import copy
+import weakref
 from contextlib import nullcontext
 
 import pytest
@@ -177,3 +178,68 @@ def test_what_is_between_the_elements_of_an_operand_may_change():
     assert all(map(torch.equal, gradients(stash.recompute), plain))
     assert stash.stats().recomputed_bytes
     stash.close()
+
+
+ALIASED = {
+    "cells": lambda: nn.GRUCell(WIDTH, WIDTH),
+    "long cells": lambda: nn.LSTMCell(WIDTH, WIDTH),
+}
+
+
+class Unrolled(nn.Module):
+    """Cells write to the parts of a product, each of which counts its own versions."""
+
+    def __init__(self, cell):
+        super().__init__()
+        self.cell = cell
+
+    def forward(self, x):
+        state = None
+        for _ in range(4):
+            state = self.cell(x, state)
+        return state[0] if isinstance(state, tuple) else state
+
+
+@pytest.mark.parametrize("name", ALIASED)
+def test_parts_that_are_written_in_place_are_recomputed(name):
+    torch.manual_seed(0)
+    net, stash = Unrolled(ALIASED[name]()), Stash(min_bytes=0)
+    other = copy.deepcopy(net)
+    with stash.recompute(net):
+        for _ in range(5):
+            before = stash.stats().recomputed_bytes
+            x = torch.randn(ROWS, WIDTH)
+            found = torch.autograd.grad(net(x).square().sum(), list(net.parameters()))
+            plain = torch.autograd.grad(other(x).square().sum(), list(other.parameters()))
+            assert all(map(torch.equal, found, plain))
+            discarded = stash.stats().recomputed_bytes - before
+            assert discarded > 4 * 4 * x.nbytes, "four gates of four cells, and more"
+    stash.close()
+
+
+def test_an_alias_that_outlives_what_it_is_of_is_computed_again():
+    """What a replay can compute is not held, however its tensor is called."""
+    alive = []
+
+    class Detached(nn.Module):
+        def forward(self, x):
+            storages = []
+            for _ in range(6):
+                wide = (x * torch.ones(20, 1, 1)).detach()
+                storages.append(weakref.ref(wide.untyped_storage()))
+                x = torch.sin(x + wide.sum(0))
+                del wide
+            alive.append(sum(each() is not None for each in storages))
+            return x
+
+    net, stash = Detached(), Stash(min_bytes=0)
+    with stash.recompute(net):
+        for _ in range(4):
+            x = torch.randn(ROWS, WIDTH, requires_grad=True)
+            found = torch.autograd.grad(net(x).sum(), x)
+            plain = torch.autograd.grad(Detached()(x).sum(), x)
+            alive.pop()
+            assert torch.equal(*found, *plain)
+    assert stash.stats().recomputed_bytes
+    stash.close()
+    assert not any(alive)

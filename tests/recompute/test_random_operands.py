@@ -91,3 +91,68 @@ def test_noise_that_autograd_saves_is_held_once():
     assert not any("does not save" in reason for reason in stash.stats().left)
     assert stash.stats().recomputed_bytes == 4 * ROWS * WIDTH * 4
     stash.close()
+
+
+class Small(nn.Module):
+    """Fills a small buffer with noise at each call."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("noise", torch.zeros(1, WIDTH))
+
+    def forward(self, x):
+        self.noise.normal_()
+        return torch.sin(torch.exp(x * 0.1) + self.noise)
+
+
+@pytest.mark.parametrize("write", ["zero_", "normal_", "data", "another call"])
+def test_small_noise_that_nothing_saves_is_copied(write):
+    """So the program may write to it before backward, as in plain PyTorch."""
+
+    def gradients(net, context):
+        torch.manual_seed(0)
+        found = []
+        for _ in range(4):
+            x = torch.randn(ROWS, WIDTH, requires_grad=True)
+            with context:
+                loss = net(x).sum()
+            if write == "another call":
+                net(x)
+            elif write == "data":
+                net.noise.data.zero_()
+            else:
+                getattr(net.noise, write)()
+            found += torch.autograd.grad(loss, x)
+        return found
+
+    plain = gradients(Small(), nullcontext())
+    net, stash = Small(), Stash(min_bytes=0, verify="first")
+    with stash.recompute(net):
+        assert all(map(torch.equal, gradients(net, stash), plain))
+    assert stash.stats().recomputed_bytes
+    stash.close()
+
+
+def test_noise_at_the_identity_of_what_was_saved_is_not_held():
+    """What was discarded is freed, and the next storage may get its identity."""
+    alive = []
+
+    class Freed(nn.Module):
+        def forward(self, x):
+            storages = []
+            for _ in range(10):
+                x = torch.sin(torch.exp(-torch.tanh(x)))
+                noise = torch.randn(20, ROWS, WIDTH)
+                storages.append(weakref.ref(noise.untyped_storage()))
+                x = x + noise.sum(0)
+                del noise
+            alive.append(sum(each() is not None for each in storages))
+            return x
+
+    net, stash = Freed(), Stash(min_bytes=0)
+    with stash.recompute(net):
+        for _ in range(5):
+            loss = net(torch.randn(ROWS, WIDTH, requires_grad=True)).sum()
+            loss.backward()
+    stash.close()
+    assert max(alive) <= 1 and not any(alive[2:])

@@ -129,10 +129,7 @@ class Call:
         """Pack a tensor that autograd saves while the module runs."""
         tape, thread_state = self.tape, self._thread_state
         assert tape is not None
-        try:
-            tape.saved.add((storage_identity(tensor.untyped_storage()), tensor._version))
-        except (NotImplementedError, RuntimeError):  # see storage_of()
-            pass
+        tape.note_saved(tensor)
         was_recording, tape.is_recording = tape.is_recording, False
         try:
             # What is discarded does not reach the stash's hook, which otherwise does this.

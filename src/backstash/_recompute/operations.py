@@ -22,7 +22,6 @@ from ..errors import InplaceError
 from .settings import Settings
 
 __all__ = [
-    "MOST_COPIED_BYTES",
     "Made",
     "Memory",
     "Needs",
@@ -50,7 +49,7 @@ __all__ = [
 Place = tuple[Any, ...]
 """A tensor's place in its memory: dtype, shape, stride, offset, and its conj and neg bits."""
 
-MOST_COPIED_BYTES = 64 << 10
+_MOST_COPIED_BYTES = 64 << 10
 
 
 class Ints(list[int]):
@@ -146,7 +145,7 @@ class Memory(weakref.ref[torch.UntypedStorage]):
     storage's description alive, which glibc has placed among large pieces of memory.
     """
 
-    __slots__ = ("is_made", "is_written", "root", "state", "version")
+    __slots__ = ("is_made", "is_written", "others", "root", "state", "version")
 
     state: State
     root: weakref.ref[Tensor]
@@ -155,43 +154,91 @@ class Memory(weakref.ref[torch.UntypedStorage]):
     """The root's version if nothing has written to the memory but the operations that the tape has seen."""
     is_written: bool
     """Whether one of these may have written through the root without raising its version yet."""
+    others: tuple[Alias, ...]
+    """Other tensors with this memory and version counters of their own."""
     is_made: bool
     """Whether the root is an operation's result. Else it may itself be an alias of another tensor."""
+
+    @property
+    def _aliases(self) -> tuple[Memory | Alias, ...]:
+        return (self, *self.others)
 
     def shows(self, tensor: Tensor) -> bool:
         """Return whether ``tensor``, which has this memory, shows :attr:`state`.
 
         An alias with a version counter of its own, such as ``.data``, does not count what was written through
-        the root. So an alias that is no view of the root shows the state only if the root does.
+        the others. So it shows the state only if each of them that is alive does.
         """
-        if root_of(tensor) is self.root:
-            return self._is_at(version_of(tensor))
-        root = alive(self.root)
-        if root is None or not self.is_made or not self._is_at(version_of(root)):
-            return False
-        return version_of(tensor) <= self.version
-
-    def _is_at(self, version: int) -> bool:
-        if self.is_written and version == self.version + 1:
-            self.version, self.is_written = version, False
-        return version == self.version
+        root, version = root_of(tensor), version_of(tensor)
+        if root is self.root and not self.others:
+            return _is_at(self, version)
+        is_known, highest = False, -1
+        for each in self._aliases:
+            if each.root is root:
+                is_known = True
+            elif (of := alive(each.root)) is not None:
+                highest = max(highest, version_of(of))
+                if not _is_at(each, version_of(of)):
+                    return False
+                continue
+            else:
+                continue
+            if not _is_at(each, version):
+                return False
+        return is_known or (self.is_made and version <= highest)
 
     def begin(self, tensor: Tensor, state: State, *, is_made: bool = False) -> None:
         """Have this state, as ``tensor`` shows it. ``is_made``: ``tensor`` is an operation's result."""
-        self.root, self.version = root_of(tensor), version_of(tensor)
-        self.state, self.is_written, self.is_made = state, False, is_made
+        base = tensor._base  # as in root_of() and version_of(), without their calls
+        self.root = weakref.ref(tensor if base is None else base)
+        self.version = 0 if tensor.is_inference() else tensor._version
+        self.state, self.is_written, self.is_made, self.others = state, False, is_made, ()
+
+    def add(self, tensor: Tensor) -> bool:
+        """Record that ``tensor`` has this memory, and shows the state. Return whether that was not known."""
+        root = root_of(tensor)
+        if any(each.root is root for each in self._aliases):
+            return False
+        self.others = (*self.others[1 - _MOST_ALIASES :], Alias(root, version_of(tensor)))
+        return True
 
     def begin_write(self, tensor: Tensor) -> None:
         """Record that an operation is about to write through ``tensor``, whose version rises after that."""
-        if root_of(tensor) is self.root:
-            self.is_written = True
+        root = root_of(tensor)
+        for each in self._aliases:
+            each.is_written = each.is_written or each.root is root
 
     def end_write(self) -> None:
         """Record that the next operation begins: the version has risen by now, if it does."""
-        root = alive(self.root)
-        if root is not None:
-            self._is_at(version_of(root))
-        self.is_written = False
+        for each in self._aliases:
+            if each.is_written:
+                root = alive(each.root)
+                if root is not None:
+                    _is_at(each, version_of(root))
+                each.is_written = False
+
+
+_MOST_ALIASES = 8
+
+
+class Alias:
+    """A tensor with a version counter of its own: see the attributes of :class:`Memory`."""
+
+    __slots__ = ("is_new", "is_written", "root", "version")
+
+    def __init__(self, root: weakref.ref[Tensor], version: int) -> None:
+        self.root, self.version, self.is_written = root, version, False
+        self.is_new = True
+        """Whether the counter may yet begin at 0: that of ``.data`` does once it has been made."""
+
+
+def _is_at(of: Memory | Alias, version: int) -> bool:
+    if type(of) is Alias and of.is_new:
+        of.is_new = False
+        of.version = min(of.version, version)
+    if of.is_written and version == of.version + 1:
+        of.version, of.is_written = version, False
+    return version == of.version
 
 
 class Outside:
@@ -378,7 +425,7 @@ def is_small(tensor: Tensor, *, also_trained: bool = False) -> bool:
     is_plain = type(tensor) in (Tensor, torch.nn.Parameter)
     if not is_plain or (tensor.requires_grad and not also_trained) or reason_to_stay(tensor):
         return False
-    return tensor.nbytes <= MOST_COPIED_BYTES
+    return tensor.nbytes <= _MOST_COPIED_BYTES
 
 
 def fingerprint_of(tensor: Tensor) -> Any:

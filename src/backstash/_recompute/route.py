@@ -43,7 +43,6 @@ from .operations import (
     WriteOp,
     flat,
     place_of,
-    root_of,
 )
 from .settings import ON_CPU, now
 from .tape import LOOKED_EVERY, PLAIN, UNSEEN, Tape
@@ -381,7 +380,8 @@ class ForwardTape(Tape):  # type: ignore[no-untyped-call]
                     or (
                         # The usual case of Memory.shows(), without its calls.
                         (
-                            value._version != memory.version
+                            memory.others
+                            or value._version != memory.version
                             or weakref.ref(value if base is None else base) is not memory.root
                         )
                         and not memory.shows(value)
@@ -442,8 +442,8 @@ class ForwardTape(Tape):  # type: ignore[no-untyped-call]
             memory = memories.get(identity)
             if memory is not None and memory() is not None:
                 # Memory of an argument or of an earlier result, as in _add_results().
-                if step.has_new_root and root_of(tensor) is not memory.root:
-                    memory.begin(tensor, memory.state, is_made=True)
+                if step.has_new_root:
+                    memory.add(tensor)
                 continue
             if state is None:
                 continue
@@ -451,7 +451,7 @@ class ForwardTape(Tape):  # type: ignore[no-untyped-call]
                 self._know(storage, identity, state, tensor, is_made=True)
                 continue
             memory = memories[identity] = Memory(storage)
-            memory.state, memory.is_made, memory.is_written = state, True, False
+            memory.state, memory.is_made, memory.is_written, memory.others = state, True, False, ()
             memory.root = weakref.ref(tensor)
             memory.version = 0 if tensor.is_inference() else tensor._version
 
@@ -479,11 +479,16 @@ class ForwardTape(Tape):  # type: ignore[no-untyped-call]
             memory = self._memories.get(storage_identity(tensor.untyped_storage()))
         except (NotImplementedError, RuntimeError):  # see storage_of()
             return False
+        base = tensor._base
+        root = weakref.ref(tensor if base is None else base)
         return (
             memory is not None
             and memory.state is discard.state
             and memory() is not None
-            and memory.shows(tensor)
+            and (
+                (not memory.others and tensor._version == memory.version and root is memory.root)
+                or memory.shows(tensor)
+            )
             and discard.place
             == (
                 tensor.dtype,

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import sys
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterable, MutableMapping, Sequence
 from types import FrameType
 from typing import Any
@@ -58,7 +59,6 @@ from .._torch.storages import storage_identity
 from ..errors import UsageError
 from .declared import is_declared
 from .operations import (
-    MOST_COPIED_BYTES,
     Ints,
     Made,
     Memory,
@@ -76,7 +76,6 @@ from .operations import (
     flat,
     is_small,
     place_of,
-    root_of,
     unpacked,
     version_of,
 )
@@ -130,9 +129,7 @@ class Tape(SilentMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._memories = dict[int, Memory]()
         self._sweep_at = _LEAST_SWEPT
-        self.saved: set[tuple[int, int]] = set()
-        """The storages, with versions, that autograd saved in a forward: the stash holds them anyway. If the
-        program changes one before backward, plain PyTorch raises an error, too."""
+        self._saved: dict[tuple[int, int], weakref.ref[torch.UntypedStorage]] = {}
         self.reads_unsaved = True
         """Whether a replay may read others without a copy."""
         self.tensors: dict[Outside, Tensor] = {}
@@ -191,7 +188,7 @@ class Tape(SilentMode):
         """Stop recording as :meth:`end` does, without raising."""
         self.is_recording = False
         self.recorded = None
-        for each in (self.saved, self.tensors, self._held, self._needs, self._memories):
+        for each in (self._saved, self.tensors, self._held, self._needs, self._memories):
             each.clear()
         self.may_follow, self.steps = False, None
 
@@ -221,7 +218,7 @@ class Tape(SilentMode):
                 if result is not NotImplemented:
                     return result
             elif args and type(viewed := args[0]) in PLAIN and not viewed.is_complex():
-                if not operation.makes_bits:
+                if not (operation.makes_bits or func is _DETACH):
                     return func(*args, **kwargs)
         began, self._called_seconds = time.perf_counter(), 0.0
         try:
@@ -236,7 +233,10 @@ class Tape(SilentMode):
                     has_bits = viewed.is_complex()
                 else:
                     has_bits = has_complex(args)
-                return self._call(operation, args, kwargs, has_bits or operation.makes_bits)
+                result = self._call(operation, args, kwargs, has_bits or operation.makes_bits)
+                if func is _DETACH and self.is_recording:
+                    self._note_alias(args[0], result)
+                return result
             for each in types:
                 if each is not Tensor and each is not torch.nn.Parameter:
                     has_bits = operation.makes_bits or has_complex(args)
@@ -443,14 +443,22 @@ class Tape(SilentMode):
             memory = self._memories.get(identity)
             if memory is not None and memory() is not None:
                 # Memory of an argument or of an earlier result, perhaps with another version counter.
-                if root_of(tensor) is not memory.root:
-                    memory.begin(tensor, memory.state, is_made=True)
-                    self._has_new_root = True
+                self._has_new_root |= memory.add(tensor)
                 continue
             why = reason or (ALLOCATES if operation.is_allocation else "")
             state = states[at] = self._made(op, tensor.device, why, hash((key, at)), result=at)
             self._know(storage, identity, state, tensor, is_made=True)
         return states
+
+    def _note_alias(self, tensor: Tensor, alias: Tensor) -> None:
+        """Record an alias that is no view, of ``.detach()`` or ``.data``, which may outlive ``tensor``."""
+        if type(tensor) in PLAIN and type(alias) is Tensor and alias._base is None:
+            try:
+                memory = self._memories.get(storage_identity(tensor.untyped_storage()))
+            except (NotImplementedError, RuntimeError):  # see storage_of()
+                return
+            if memory is not None and memory() is not None and memory.shows(tensor):
+                memory.add(alias)
 
     def _made(
         self,
@@ -618,18 +626,29 @@ class Tape(SilentMode):
     def _drop_unsaved(self) -> None:
         """Refer no longer to random numbers that no operation saved, which the program may have freed."""
         for each in [each for each in self.tensors if each.is_random]:
-            if not self._may_hold_random(self.tensors[each]):
+            tensor = self.tensors[each]
+            if not (is_small(tensor) or self._may_hold_random(tensor)):
                 del self.tensors[each]
 
     def _may_hold_random(self, tensor: Tensor) -> bool:
         """Whether to hold random numbers for a replay: if autograd saves them, that takes no memory. Otherwise
         it takes as much as it frees, and it is better to hold what was computed from them."""
-        if tensor.nbytes <= MOST_COPIED_BYTES:
-            return True
-        which = storage_identity(tensor.untyped_storage())
-        version = version_of(tensor)
         # An operation may save what it then fills.
-        return (which, version) in self.saved or (which, version - 1) in self.saved
+        return self._was_saved(tensor) or self._was_saved(tensor, earlier=1)
+
+    def note_saved(self, tensor: Tensor) -> None:
+        """Record that autograd saves ``tensor`` in a forward: the stash holds it anyway. If the program changes
+        it before backward, plain PyTorch raises an error, too."""
+        try:
+            storage = tensor.untyped_storage()
+            self._saved[storage_identity(storage), tensor._version] = weakref.ref(storage)
+        except (NotImplementedError, RuntimeError):  # see storage_of()
+            pass
+
+    def _was_saved(self, tensor: Tensor, earlier: int = 0) -> bool:
+        which = storage_identity(tensor.untyped_storage()), version_of(tensor) - earlier
+        known = self._saved.get(which)
+        return known is not None and known() is not None  # else the storage is another one
 
     def _outside_at(self, state: State | None, tensor: Tensor) -> Outside:
         """Return the operand at the place of ``tensor`` in this state."""
@@ -727,7 +746,7 @@ class Tape(SilentMode):
 
     def hold(self, needed: Collection[Outside], pack: Callable[[Tensor, bool], object]) -> str:
         """Hold these operands: see :meth:`want`."""
-        tensors, held, saved = self.tensors, self._held, self.saved
+        tensors, held = self.tensors, self._held
         copies: set[Outside] = set()
         for each in needed:
             if each in held:
@@ -737,18 +756,21 @@ class Tape(SilentMode):
                 return _RANDOM
             if tensor is None or (each.kind[0] and self.state_of(tensor) is None):
                 return _CHANGED  # perhaps by another thread
+            try:
+                _ = tensor.is_leaf
+            except RuntimeError:  # a view without a graph, of what has got one since
+                return _CHANGED
             # The program may write a buffer before backward; that is no error if autograd did not save it.
-            if each.is_random and not tensor.is_inference():
-                if not self._may_hold_random(tensor):
-                    return _RANDOM
+            is_random = each.is_random and not tensor.is_inference()
+            if is_random and self._may_hold_random(tensor):
                 continue
             if not tensor.requires_grad and is_small(tensor):
                 copies.add(each)
+            elif is_random:
+                return _RANDOM
             elif tensor.is_inference():
                 return _INFERENCE
-            elif not self.reads_unsaved and (
-                (storage_identity(tensor.untyped_storage()), tensor._version) not in saved
-            ):
+            elif not self.reads_unsaved and not self._was_saved(tensor):
                 if not is_small(tensor, also_trained=True):
                     return _UNSAVED
                 copies.add(each)
@@ -834,4 +856,5 @@ def leave_for_backward() -> None:
         tape.leave()
 
 
+_DETACH = torch.ops.aten.detach.default
 _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]

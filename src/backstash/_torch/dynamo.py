@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, FunctionType
 from typing import Any, TypeVar
 
 from .lookup import optional
@@ -22,7 +22,7 @@ _REASON = (
     "enter `with stash:` around the call"
 )
 _F = TypeVar("_F", bound=Callable[..., Any])
-_marked = set[ModuleType]()  # once they were imported
+_marked: dict[str, int] = {}  # how many names each module had when it was marked
 _eval_frame: Any = optional("torch._C._dynamo.eval_frame", None)
 
 not_compiled: Callable[[_F], _F] = optional("torch._disable_dynamo", lambda function: function)
@@ -44,9 +44,11 @@ def leave_untraced(module: str) -> None:
     mark = strategy(action.SKIP, action.DEFAULT)
     package = module.partition(".")[0]
     for name, part in list(sys.modules.items()):
-        if part not in _marked and (name == package or name.startswith(package + ".")):
-            if not getattr(part.__spec__, "_initializing", False):
-                _marked.add(part)
+        if name == package or name.startswith(package + "."):
+            known = len(vars(part))
+            if _marked.get(name) == known:
+                continue
+            _marked[name] = known
             codes = [code for each in vars(part).values() for code in _codes_of(each, name)]
             while codes:
                 code = codes.pop()
