@@ -129,7 +129,11 @@ class Call:
         """Pack a tensor that autograd saves while the module runs."""
         tape, thread_state = self.tape, self._thread_state
         assert tape is not None
-        tape.note_saved(tensor)
+        try:
+            storage = tensor.untyped_storage()
+            tape.saved[storage_identity(storage), tensor._version] = weakref.ref(storage)
+        except (NotImplementedError, RuntimeError):  # see storage_of()
+            pass
         was_recording, tape.is_recording = tape.is_recording, False
         try:
             # What is discarded does not reach the stash's hook, which otherwise does this.

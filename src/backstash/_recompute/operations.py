@@ -204,7 +204,11 @@ class Memory(weakref.ref[torch.UntypedStorage]):
 
     def begin_write(self, tensor: Tensor) -> None:
         """Record that an operation is about to write through ``tensor``, whose version rises after that."""
-        root = root_of(tensor)
+        base = tensor._base
+        root = weakref.ref(tensor if base is None else base)
+        if not self.others:
+            self.is_written = root is self.root
+            return
         for each in self._aliases:
             each.is_written = each.is_written or each.root is root
 
@@ -212,10 +216,10 @@ class Memory(weakref.ref[torch.UntypedStorage]):
         """Record that the next operation begins: the version has risen by now, if it does."""
         for each in self._aliases:
             if each.is_written:
-                root = alive(each.root)
-                if root is not None:
-                    _is_at(each, version_of(root))
                 each.is_written = False
+                root = alive(each.root)
+                if root is not None and not root.is_inference():
+                    each.version += root._version == each.version + 1
 
 
 _MOST_ALIASES = 8

@@ -271,6 +271,8 @@ class ForwardTape(Tape):  # type: ignore[no-untyped-call]
             return self._differ()
         if not at % LOOKED_EVERY and self.frame is not None and not is_running(self.frame):
             return self._differ()
+        if self._written:
+            self._end_writes()
         step = route.steps[at]
         if func is not step.func or not PLAIN.issuperset(types):
             return self._differ()
@@ -287,8 +289,6 @@ class ForwardTape(Tape):  # type: ignore[no-untyped-call]
             if (why and step.is_needed) or not _are_as(writes, step.written):
                 return self._differ()
             self._begin_writes(writes)
-        elif self._written:
-            self._begin_writes(())
         try:
             if step.is_plain and step.is_needed:
                 result = func(*args, **kwargs)

@@ -129,7 +129,9 @@ class Tape(SilentMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._memories = dict[int, Memory]()
         self._sweep_at = _LEAST_SWEPT
-        self._saved: dict[tuple[int, int], weakref.ref[torch.UntypedStorage]] = {}
+        self.saved: dict[tuple[int, int], weakref.ref[torch.UntypedStorage]] = {}
+        """The storages, by identity and version, that autograd saved in a forward: the stash holds them anyway.
+        If the program changes one before backward, plain PyTorch raises an error, too."""
         self.reads_unsaved = True
         """Whether a replay may read others without a copy."""
         self.tensors: dict[Outside, Tensor] = {}
@@ -188,7 +190,7 @@ class Tape(SilentMode):
         """Stop recording as :meth:`end` does, without raising."""
         self.is_recording = False
         self.recorded = None
-        for each in (self._saved, self.tensors, self._held, self._needs, self._memories):
+        for each in (self.saved, self.tensors, self._held, self._needs, self._memories):
             each.clear()
         self.may_follow, self.steps = False, None
 
@@ -297,6 +299,8 @@ class Tape(SilentMode):
         return result
 
     def _record(self, func: Any, operation: Operation, args: Any, kwargs: Any) -> Any:
+        if self._written:
+            self._end_writes()
         reason = operation.reason
         if reason and operation.dropout and operation.is_random:
             if not any(argument_of(args, kwargs, each) for each in operation.dropout):
@@ -405,15 +409,19 @@ class Tape(SilentMode):
         return found, reason
 
     def _begin_writes(self, writes: Sequence[WriteOp]) -> None:
-        """Record that an operation begins, and before it writes, copy what a replay needs of the memory."""
-        for memory in self._written:
-            memory.end_write()
+        """Before an operation writes, copy what a replay needs of the memory."""
         self._written = [each.memory for each in writes]
         for write in writes:
             if not write.is_statistic:
                 write.memory.begin_write(write.tensor)
             write.memory.state.is_over = True
             self._lose(write.memory.state)
+
+    def _end_writes(self) -> None:
+        """Record that the operation that wrote last has ended."""
+        for memory in self._written:
+            memory.end_write()
+        self._written = ()
 
     def _lose(self, state: State) -> None:
         """Copy what a replay needs of a memory in this state, since it is about to be overwritten."""
@@ -636,18 +644,9 @@ class Tape(SilentMode):
         # An operation may save what it then fills.
         return self._was_saved(tensor) or self._was_saved(tensor, earlier=1)
 
-    def note_saved(self, tensor: Tensor) -> None:
-        """Record that autograd saves ``tensor`` in a forward: the stash holds it anyway. If the program changes
-        it before backward, plain PyTorch raises an error, too."""
-        try:
-            storage = tensor.untyped_storage()
-            self._saved[storage_identity(storage), tensor._version] = weakref.ref(storage)
-        except (NotImplementedError, RuntimeError):  # see storage_of()
-            pass
-
     def _was_saved(self, tensor: Tensor, earlier: int = 0) -> bool:
         which = storage_identity(tensor.untyped_storage()), version_of(tensor) - earlier
-        known = self._saved.get(which)
+        known = self.saved.get(which)
         return known is not None and known() is not None  # else the storage is another one
 
     def _outside_at(self, state: State | None, tensor: Tensor) -> Outside:
