@@ -217,8 +217,8 @@ def test_parts_that_are_written_in_place_are_recomputed(name):
     stash.close()
 
 
-def test_an_alias_that_outlives_what_it_is_of_is_computed_again():
-    """What a replay can compute is not held, however its tensor is called."""
+def test_an_alias_that_outlives_what_it_is_of_is_not_held():
+    """What it showed before is not known, and to hold it takes more than it frees."""
     alive = []
 
     class Detached(nn.Module):
@@ -242,4 +242,4 @@ def test_an_alias_that_outlives_what_it_is_of_is_computed_again():
             assert torch.equal(*found, *plain)
     assert stash.stats().recomputed_bytes
     stash.close()
-    assert not any(alive)
+    assert max(alive) <= 1 and not any(alive[2:])

@@ -167,25 +167,22 @@ class Memory(weakref.ref[torch.UntypedStorage]):
         """Return whether ``tensor``, which has this memory, shows :attr:`state`.
 
         An alias with a version counter of its own, such as ``.data``, does not count what was written through
-        the others. So it shows the state only if each of them that is alive does.
+        the others. So it shows the state only if each of them that is alive does. An alias that the tape does
+        not know shows it only if nothing was written at all.
         """
         root, version = root_of(tensor), version_of(tensor)
-        if root is self.root and not self.others:
-            return _is_at(self, version)
-        is_known, highest = False, -1
+        if not self.others:
+            if root is self.root:
+                return _is_at(self, version)
+            of = alive(self.root) if self.is_made and not (version or self.is_written) else None
+            return of is not None and not self.version and not version_of(of)
+        is_known = False
         for each in self._aliases:
-            if each.root is root:
-                is_known = True
-            elif (of := alive(each.root)) is not None:
-                highest = max(highest, version_of(of))
-                if not _is_at(each, version_of(of)):
-                    return False
-                continue
-            else:
-                continue
-            if not _is_at(each, version):
+            is_known = is_known or each.root is root
+            of = tensor if each.root is root else alive(each.root)
+            if of is not None and not _is_at(each, version_of(of)):
                 return False
-        return is_known or (self.is_made and version <= highest)
+        return is_known
 
     def begin(self, tensor: Tensor, state: State, *, is_made: bool = False) -> None:
         """Have this state, as ``tensor`` shows it. ``is_made``: ``tensor`` is an operation's result."""
@@ -199,7 +196,8 @@ class Memory(weakref.ref[torch.UntypedStorage]):
         root = root_of(tensor)
         if any(each.root is root for each in self._aliases):
             return False
-        self.others = (*self.others[1 - _MOST_ALIASES :], Alias(root, version_of(tensor)))
+        if len(self.others) < _MOST_ALIASES:
+            self.others = (*self.others, Alias(root, version_of(tensor)))
         return True
 
     def begin_write(self, tensor: Tensor) -> None:
@@ -228,18 +226,13 @@ _MOST_ALIASES = 8
 class Alias:
     """A tensor with a version counter of its own: see the attributes of :class:`Memory`."""
 
-    __slots__ = ("is_new", "is_written", "root", "version")
+    __slots__ = ("is_written", "root", "version")
 
     def __init__(self, root: weakref.ref[Tensor], version: int) -> None:
         self.root, self.version, self.is_written = root, version, False
-        self.is_new = True
-        """Whether the counter may yet begin at 0: that of ``.data`` does once it has been made."""
 
 
 def _is_at(of: Memory | Alias, version: int) -> bool:
-    if type(of) is Alias and of.is_new:
-        of.is_new = False
-        of.version = min(of.version, version)
     if of.is_written and version == of.version + 1:
         of.version, of.is_written = version, False
     return version == of.version
@@ -248,7 +241,17 @@ def _is_at(of: Memory | Alias, version: int) -> bool:
 class Outside:
     """An operand that no replay computes. On a forward's tape it has no value: see :class:`Tape`."""
 
-    __slots__ = ("__weakref__", "copy", "is_lost", "is_random", "kept", "kind", "leaf", "state")
+    __slots__ = (
+        "__weakref__",
+        "copy",
+        "is_alias",
+        "is_lost",
+        "is_random",
+        "kept",
+        "kind",
+        "leaf",
+        "state",
+    )
 
     def __init__(
         self, tensor: Tensor, place: Place, state: State | None, *, is_random: bool = False
@@ -259,6 +262,9 @@ class Outside:
         """Its place and device, for the keys of states computed from it."""
         self.is_random = is_random
         """Whether it holds random numbers, which usually pack well: a dropout mask has two values."""
+        self.is_alias = False
+        """Whether the forward made its memory, and an alias of it may have been written to unseen. If autograd
+        does not save it, holding it takes as much as it frees."""
         self.leaf: weakref.ref[Tensor] | None = None
         """On a context's tape: the parameter that it is, or is a view of."""
         self.kept: weakref.ref[torch.UntypedStorage] | None = None

@@ -442,8 +442,10 @@ class ForwardTape(Tape):  # type: ignore[no-untyped-call]
             memory = memories.get(identity)
             if memory is not None and memory() is not None:
                 # Memory of an argument or of an earlier result, as in _add_results().
-                if step.has_new_root:
+                if step.has_new_root and step.is_needed:
                     memory.add(tensor)
+                elif step.has_new_root:  # the operands were not looked at
+                    memory.begin(tensor, State(tensor.device, UNSEEN))
                 continue
             if state is None:
                 continue

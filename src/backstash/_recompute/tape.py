@@ -76,6 +76,7 @@ from .operations import (
     flat,
     is_small,
     place_of,
+    root_of,
     unpacked,
     version_of,
 )
@@ -94,6 +95,7 @@ _UNSAVED = "it depends on a tensor that PyTorch does not save and that programs 
 _RANDOM = "it depends on random numbers that PyTorch does not save, of the same size or more"
 _CHANGED = "its input was changed in place"
 _INFERENCE = "it depends on a tensor made in inference mode, whose changes PyTorch does not count"
+_ALIAS = "a tensor that shares its memory may have been written to unseen"
 UNSEEN = "the operation that computed it was not recorded"
 _SUBCLASS = "a tensor subclass computed it"
 _IN_FUNCTION = "an autograd.Function computed it"
@@ -220,7 +222,7 @@ class Tape(SilentMode):
                 if result is not NotImplemented:
                     return result
             elif args and type(viewed := args[0]) in PLAIN and not viewed.is_complex():
-                if not (operation.makes_bits or func is _DETACH):
+                if not operation.makes_bits:
                     return func(*args, **kwargs)
         began, self._called_seconds = time.perf_counter(), 0.0
         try:
@@ -235,10 +237,7 @@ class Tape(SilentMode):
                     has_bits = viewed.is_complex()
                 else:
                     has_bits = has_complex(args)
-                result = self._call(operation, args, kwargs, has_bits or operation.makes_bits)
-                if func is _DETACH and self.is_recording:
-                    self._note_alias(args[0], result)
-                return result
+                return self._call(operation, args, kwargs, has_bits or operation.makes_bits)
             for each in types:
                 if each is not Tensor and each is not torch.nn.Parameter:
                     has_bits = operation.makes_bits or has_complex(args)
@@ -451,22 +450,15 @@ class Tape(SilentMode):
             memory = self._memories.get(identity)
             if memory is not None and memory() is not None:
                 # Memory of an argument or of an earlier result, perhaps with another version counter.
-                self._has_new_root |= memory.add(tensor)
+                if not reason:
+                    self._has_new_root |= memory.add(tensor)
+                elif root_of(tensor) is not memory.root:  # the operands were not looked at
+                    memory.begin(tensor, State(tensor.device, UNSEEN))
                 continue
             why = reason or (ALLOCATES if operation.is_allocation else "")
             state = states[at] = self._made(op, tensor.device, why, hash((key, at)), result=at)
             self._know(storage, identity, state, tensor, is_made=True)
         return states
-
-    def _note_alias(self, tensor: Tensor, alias: Tensor) -> None:
-        """Record an alias that is no view, of ``.detach()`` or ``.data``, which may outlive ``tensor``."""
-        if type(tensor) in PLAIN and type(alias) is Tensor and alias._base is None:
-            try:
-                memory = self._memories.get(storage_identity(tensor.untyped_storage()))
-            except (NotImplementedError, RuntimeError):  # see storage_of()
-                return
-            if memory is not None and memory() is not None and memory.shows(tensor):
-                memory.add(alias)
 
     def _made(
         self,
@@ -544,7 +536,8 @@ class Tape(SilentMode):
             memory = self._know(storage, identity, State(tensor.device, UNSEEN), tensor)
         elif not memory.shows(tensor):
             # Something that the tape did not see may have written to it.
-            memory.begin(tensor, State(tensor.device, UNSEEN))
+            is_own = memory.is_made or memory.state.reason == _ALIAS
+            memory.begin(tensor, State(tensor.device, _ALIAS if is_own else UNSEEN))
         return memory
 
     def _know(
@@ -623,7 +616,7 @@ class Tape(SilentMode):
         outside = self._outside_at(state, tensor)
         # Another forward that did the same may have the operand, too.
         if outside not in self._held:
-            if outside.is_random and outside not in self.tensors:
+            if (outside.is_random or outside.is_alias) and outside not in self.tensors:
                 self._drop_unsaved()
             self.tensors.setdefault(outside, tensor)
         if self.steps is not None:
@@ -632,8 +625,9 @@ class Tape(SilentMode):
         return outside
 
     def _drop_unsaved(self) -> None:
-        """Refer no longer to random numbers that no operation saved, which the program may have freed."""
-        for each in [each for each in self.tensors if each.is_random]:
+        """Refer no longer to random numbers and aliases that no operation saved, which the program may have
+        freed."""
+        for each in [each for each in self.tensors if each.is_random or each.is_alias]:
             tensor = self.tensors[each]
             if not (is_small(tensor) or self._may_hold_random(tensor)):
                 del self.tensors[each]
@@ -662,6 +656,7 @@ class Tape(SilentMode):
         if outside is None:
             is_random = state.reason.endswith(RANDOM)
             outside = self._new_outside(tensor, place, state, is_random=is_random)
+            outside.is_alias = state.reason == _ALIAS
             state.outside[place] = outside
         return outside
 
@@ -751,8 +746,8 @@ class Tape(SilentMode):
             if each in held:
                 continue
             tensor = tensors.get(each)
-            if tensor is None and each.is_random:
-                return _RANDOM
+            if tensor is None and (each.is_random or each.is_alias):
+                return _RANDOM if each.is_random else _ALIAS
             if tensor is None or (each.kind[0] and self.state_of(tensor) is None):
                 return _CHANGED  # perhaps by another thread
             try:
@@ -767,6 +762,8 @@ class Tape(SilentMode):
                 copies.add(each)
             elif is_random:
                 return _RANDOM
+            elif each.is_alias and not self._was_saved(tensor):
+                return _ALIAS
             elif tensor.is_inference():
                 return _INFERENCE
             elif not self.reads_unsaved and not self._was_saved(tensor):
@@ -855,5 +852,4 @@ def leave_for_backward() -> None:
         tape.leave()
 
 
-_DETACH = torch.ops.aten.detach.default
 _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
