@@ -225,7 +225,7 @@ def test_parts_that_are_written_in_place_are_recomputed(name):
             plain = torch.autograd.grad(other(x).square().sum(), list(other.parameters()))
             assert all(map(torch.equal, found, plain))
             discarded = stash.stats().recomputed_bytes - before
-            assert discarded > (10 if name == "a layer of many steps" else 16) * x.nbytes
+            assert discarded > (30 if name == "a layer of many steps" else 16) * x.nbytes
     stash.close()
 
 
