@@ -196,9 +196,8 @@ class Memory(weakref.ref[torch.UntypedStorage]):
         root = root_of(tensor)
         if any(each.root is root for each in self._aliases):
             return False
-        if (
-            len(self.others) >= _MOST_ALIASES
-        ):  # such as the parts of a product in each step of a GRU
+        if len(self.others) >= _MOST_ALIASES:
+            # Such as the parts of a product in each step of a GRU, which are gone when it has ended.
             self.others = tuple(each for each in self.others if alive(each.root) is not None)
         if len(self.others) < _MOST_ALIASES:
             self.others = (*self.others, Alias(root, version_of(tensor)))
