@@ -312,7 +312,7 @@ class ForwardTape(Tape):  # type: ignore[no-untyped-call]
                 state = State(each.tensor.device, UNSEEN)
             each.memory.state = state
         if step.states or step.has_new_root:
-            self._take_results(step, (result,) if type(result) is Tensor else flat(result))
+            self._take_results(step, args, (result,) if type(result) is Tensor else flat(result))
         if (recorded := self.recorded) is not None:
             self.recorded = None
             recorded()
@@ -429,7 +429,7 @@ class ForwardTape(Tape):  # type: ignore[no-untyped-call]
             memory.begin(tensor, known.state)
         return True
 
-    def _take_results(self, step: RouteOp, results: Sequence[Tensor]) -> None:
+    def _take_results(self, step: RouteOp, args: Any, results: Sequence[Tensor]) -> None:
         """Give the results the states of ``step``. Any other result is as the program's own."""
         memories = self._memories
         states = step.states if len(step.states) == len(results) else (None,) * len(results)
@@ -442,10 +442,8 @@ class ForwardTape(Tape):  # type: ignore[no-untyped-call]
             memory = memories.get(identity)
             if memory is not None and memory() is not None:
                 # Memory of an argument or of an earlier result, as in _add_results().
-                if step.has_new_root and step.is_needed:
-                    memory.add(tensor)
-                elif step.has_new_root:  # the operands were not looked at
-                    memory.begin(tensor, State(tensor.device, UNSEEN))
+                if step.has_new_root:
+                    self._share(memory, tensor, args)
                 continue
             if state is None:
                 continue

@@ -55,7 +55,7 @@ from .._torch.schemas import (
     operations,
     tensors_of,
 )
-from .._torch.storages import storage_identity
+from .._torch.storages import storage_identity, storage_of
 from ..errors import UsageError
 from .declared import is_declared
 from .operations import (
@@ -76,7 +76,6 @@ from .operations import (
     flat,
     is_small,
     place_of,
-    root_of,
     unpacked,
     version_of,
 )
@@ -356,7 +355,7 @@ class Tape(SilentMode):
             each.memory.state = self._made(
                 op, each.tensor.device, why, hash((key, each.place)), argument=each.place
             )
-        states = self._add_results(operation, op, result, reason, key)
+        states = self._add_results(operation, op, args, result, reason, key)
         if self.steps is not None:
             written = [
                 (each.place, each.fills, each.is_statistic, each.memory.state) for each in writes
@@ -435,7 +434,7 @@ class Tape(SilentMode):
             write.memory.begin(write.tensor, State(write.tensor.device, UNSEEN))
 
     def _add_results(
-        self, operation: Operation, op: Op, result: Any, reason: str, key: int
+        self, operation: Operation, op: Op, args: Any, result: Any, reason: str, key: int
     ) -> list[State | None]:
         """Record the memory of the results. Return the state of each that has a memory of its own."""
         states: list[State | None] = []
@@ -450,15 +449,20 @@ class Tape(SilentMode):
             memory = self._memories.get(identity)
             if memory is not None and memory() is not None:
                 # Memory of an argument or of an earlier result, perhaps with another version counter.
-                if not reason:
-                    self._has_new_root |= memory.add(tensor)
-                elif root_of(tensor) is not memory.root:  # the operands were not looked at
-                    memory.begin(tensor, State(tensor.device, UNSEEN))
+                self._has_new_root |= self._share(memory, tensor, args)
                 continue
             why = reason or (ALLOCATES if operation.is_allocation else "")
             state = states[at] = self._made(op, tensor.device, why, hash((key, at)), result=at)
             self._know(storage, identity, state, tensor, is_made=True)
         return states
+
+    def _share(self, memory: Memory, result: Tensor, args: Any) -> bool:
+        """Record a result with the memory of an argument. Return whether it has another version counter."""
+        for each in tensors_of(args):
+            if each is not result and storage_of(each) is memory() and not memory.shows(each):
+                memory.begin(result, State(result.device, UNSEEN))
+                return True
+        return memory.add(result)
 
     def _made(
         self,
