@@ -266,8 +266,7 @@ class Outside:
         self.is_random = is_random
         """Whether it holds random numbers, which usually pack well: a dropout mask has two values."""
         self.is_alias = False
-        """Whether the forward made its memory, and an alias of it may have been written to unseen. If autograd
-        does not save it, holding it takes as much as it frees."""
+        """Whether the forward made its memory, and an alias of it may have been written to unseen."""
         self.leaf: weakref.ref[Tensor] | None = None
         """On a context's tape: the parameter that it is, or is a view of."""
         self.kept: weakref.ref[torch.UntypedStorage] | None = None

@@ -91,7 +91,7 @@ __all__ = [
 ]
 
 _UNSAVED = "it depends on a tensor that PyTorch does not save and that programs may change"
-_RANDOM = "it depends on random numbers that PyTorch does not save, of the same size or more"
+_RANDOM = "it depends on random numbers that PyTorch does not save"
 _CHANGED = "its input was changed in place"
 _INFERENCE = "it depends on a tensor made in inference mode, whose changes PyTorch does not count"
 _ALIAS = "a tensor that shares its memory may have been written to unseen"
@@ -142,9 +142,8 @@ class Tape(SilentMode):
         self._latest: list[Op] = []  # what the latest call of want() added to these
         self._count = self._states = 0
         self._written: Sequence[Memory] = ()  # by the latest operation
-        self._has_new_root = (
-            False  # whether a result of it shares memory, but not its version counter
-        )
+        # Whether a result of it shares memory with an argument, but not the version counter.
+        self._has_new_root = False
         self._task = task_or_none()
         self._stream: Any = None
         self._bits = ModeBits()
@@ -633,12 +632,12 @@ class Tape(SilentMode):
         freed."""
         for each in [each for each in self.tensors if each.is_random or each.is_alias]:
             tensor = self.tensors[each]
-            if not (is_small(tensor) or self._may_hold_random(tensor)):
+            if not (is_small(tensor) or self._is_held_anyway(tensor)):
                 del self.tensors[each]
 
-    def _may_hold_random(self, tensor: Tensor) -> bool:
-        """Whether to hold random numbers for a replay: if autograd saves them, that takes no memory. Otherwise
-        it takes as much as it frees, and it is better to hold what was computed from them."""
+    def _is_held_anyway(self, tensor: Tensor) -> bool:
+        """Whether autograd saves ``tensor``, so that holding it for a replay takes no memory. Otherwise what was
+        computed from it is held, which usually takes as much."""
         # An operation may save what it then fills.
         return self._was_saved(tensor) or self._was_saved(tensor, earlier=1)
 
@@ -760,7 +759,7 @@ class Tape(SilentMode):
                 return _CHANGED
             # The program may write a buffer before backward; that is no error if autograd did not save it.
             is_random = each.is_random and not tensor.is_inference()
-            if is_random and self._may_hold_random(tensor):
+            if is_random and self._is_held_anyway(tensor):
                 continue
             if not tensor.requires_grad and is_small(tensor):
                 copies.add(each)
