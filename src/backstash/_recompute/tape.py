@@ -636,8 +636,8 @@ class Tape(SilentMode):
                 del self.tensors[each]
 
     def _is_held_anyway(self, tensor: Tensor) -> bool:
-        """Whether autograd saves ``tensor``, so that holding it for a replay takes no memory. Otherwise what was
-        computed from it is held, which usually takes as much."""
+        """Whether autograd saves ``tensor``, so that holding it for a replay takes no memory. Otherwise what
+        was computed from it is held, which usually takes as much."""
         # An operation may save what it then fills.
         return self._was_saved(tensor) or self._was_saved(tensor, earlier=1)
 
