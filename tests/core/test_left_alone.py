@@ -130,6 +130,49 @@ def test_two_graphs_in_a_step_make_no_larger_step(memory, tmp_path, is_off, monk
     assert stash.stats().written_bytes == written and stash.plan.state == "left alone"
 
 
+def test_all_of_a_recorded_step_are_blocks(memory, tmp_path):
+    stash, net = settled(memory, tmp_path), model()
+    with stash.record() as recording:
+        step(net, stash)
+    assert sum(each.kind == "save" for each in recording.events) == LAYERS
+
+
+def test_a_deeper_step_moves_what_is_beyond_the_others(memory, tmp_path):
+    """It is not known before it has saved more than they did; what it has left in place until then stays."""
+    budget = OTHER + SAVED + 12 * MIB
+    stash, deeper = settled(memory, tmp_path, budget), model(3 * LAYERS)
+    true = step(deeper, Stash())
+    memory.peaks[0] = 0
+    written = stash.stats().written_bytes
+    for _ in range(6):
+        assert torch.equal(step(deeper, stash), true)
+        _ = stash.plan
+    assert stash.stats().written_bytes > written
+    assert memory.peaks[0] <= budget
+    assert stash.plan.state == "planned"
+
+
+def test_a_larger_first_block_is_asked_about(memory, tmp_path):
+    budget = OTHER + 2 * SAVED
+    stash, net = settled(memory, tmp_path, budget), model()
+    true, written = step(net, Stash(), 2048), stash.stats().written_bytes
+    memory.peaks[0] = 0
+    for _ in range(4):
+        assert torch.equal(step(net, stash, 2048), true)
+        assert memory.peaks[0] <= budget
+        _ = stash.plan
+    assert stash.stats().written_bytes > written
+
+
+def test_a_codec_that_is_asked_is_asked_for_each(memory, tmp_path):
+    asked = []
+    stash = settled(memory, tmp_path, codec=lambda saved: asked.append(saved.index))
+    del asked[:]
+    step(model(), stash)
+    assert len(asked) == LAYERS
+    assert asked == list(range(asked[0], asked[0] + LAYERS))
+
+
 def test_a_forward_without_a_backward_ends_with_its_graph(memory, tmp_path):
     stash = settled(memory, tmp_path)
     net, written = model(), stash.stats().written_bytes
@@ -286,9 +329,9 @@ def test_after_the_last_block_that_moves_all_are_left_alone(memory, tmp_path):
     memory.peaks[0] = 0
     for _ in range(3):
         assert torch.equal(step(net, stash), true)
-    left = (fitting(stash) - before) // 3
-    assert MANY - after - 24 <= left <= MANY - after, "but those at which memory is looked at"
-    assert stash.stats().eligible_bytes - eligible == 3 * (MANY - left) * MIB
+    left = fitting(stash) - before
+    assert 3 * (MANY - after - 24) <= left <= 3 * (MANY - after), "but where memory is looked at"
+    assert stash.stats().eligible_bytes - eligible == (3 * MANY - left) * MIB
     assert memory.peaks[0] <= PART
     assert stash.stats().blocks == 0
 
