@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -60,8 +60,8 @@ class ContextTape(Tape):  # type: ignore[no-untyped-call]
             state.depth = _depth(op)
         return state
 
-    def _lose(self, state: State) -> None:
-        for each in list(state.outside.values()) if state.outside is not None else ():
+    def _lose(self, operands: Mapping[Place, Outside]) -> None:
+        for each in list(operands.values()):
             each.is_lost = each.copy is None
 
     def _forget(self, operation: Operation, args: Any, kwargs: Any) -> None:

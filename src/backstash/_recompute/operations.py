@@ -170,10 +170,12 @@ class Memory(weakref.ref[torch.UntypedStorage]):
         the others. So it shows the state only if each of them that is alive does. An alias that the tape does
         not know shows it only if nothing was written at all.
         """
-        root, version = root_of(tensor), version_of(tensor)
+        base = tensor._base  # as in root_of() and version_of(), without their calls
+        root = weakref.ref(tensor if base is None else base)
+        version = 0 if tensor.is_inference() else tensor._version
         if not self.others:
             if root is self.root:
-                return _is_at(self, version)
+                return version == self.version or _is_at(self, version)
             of = alive(self.root) if self.is_made and not (version or self.is_written) else None
             return of is not None and not self.version and not version_of(of)
         is_known = False
@@ -186,7 +188,7 @@ class Memory(weakref.ref[torch.UntypedStorage]):
 
     def begin(self, tensor: Tensor, state: State, *, is_made: bool = False) -> None:
         """Have this state, as ``tensor`` shows it. ``is_made``: ``tensor`` is an operation's result."""
-        base = tensor._base  # as in root_of() and version_of(), without their calls
+        base = tensor._base  # see shows()
         self.root = weakref.ref(tensor if base is None else base)
         self.version = 0 if tensor.is_inference() else tensor._version
         self.state, self.is_written, self.is_made, self.others = state, False, is_made, ()
@@ -215,7 +217,8 @@ class Memory(weakref.ref[torch.UntypedStorage]):
 
     def end_write(self) -> None:
         """Record that the next operation begins: the version has risen by now, if it does."""
-        for each in self._aliases:
+        aliases: tuple[Memory | Alias, ...] = (self, *self.others)  # in place of a call
+        for each in aliases:
             if each.is_written:
                 each.is_written = False
                 root = alive(each.root)

@@ -21,7 +21,7 @@ from __future__ import annotations
 import sys
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -407,12 +407,16 @@ class Tape(SilentMode):
 
     def _begin_writes(self, writes: Sequence[WriteOp]) -> None:
         """Before an operation writes, copy what a replay needs of the memory."""
-        self._written = [each.memory for each in writes]
+        written: list[Memory] = []
         for write in writes:
+            memory = write.memory
+            written.append(memory)
             if not write.is_statistic:
-                write.memory.begin_write(write.tensor)
-            write.memory.state.is_over = True
-            self._lose(write.memory.state)
+                memory.begin_write(write.tensor)
+            memory.state.is_over = True
+            if memory.state.outside:
+                self._lose(memory.state.outside)
+        self._written = written
 
     def _end_writes(self) -> None:
         """Record that the operation that wrote last has ended."""
@@ -420,10 +424,10 @@ class Tape(SilentMode):
             memory.end_write()
         self._written = ()
 
-    def _lose(self, state: State) -> None:
-        """Copy what a replay needs of a memory in this state, since it is about to be overwritten."""
+    def _lose(self, operands: Mapping[Place, Outside]) -> None:
+        """Copy what a replay needs of a memory with these operands, which is about to be overwritten."""
         tensors, held = self.tensors, self._held
-        for each in list(state.outside.values()) if state.outside is not None else ():
+        for each in list(operands.values()):
             if (tensor := tensors.pop(each, None)) is not None and each in held:
                 held[each][0] = copied(tensor)
 
