@@ -81,7 +81,23 @@ def written_without_a_version(net, gradient):
     return gradient + kept
 
 
+def only_detached_is_left(net, gradient, detached=torch.detach):
+    net.table.weight.grad = gradient * 2
+    added, one = net.table(torch.tensor([3])).sum(), torch.ones(())
+    found = detached(net.table.weight.grad)
+    if net.adds:
+        added.backward(one)  # calls nothing that the tape records
+    net.table.weight.grad = None
+    return found
+
+
+def only_data_is_left(net, gradient):
+    return only_detached_is_left(net, gradient, lambda tensor: tensor.data)
+
+
 WAYS = (
+    only_detached_is_left,
+    only_data_is_left,
     written_through_data,
     written_through_a_view_of_data,
     read_through_data,
@@ -239,6 +255,7 @@ def test_an_alias_that_outlives_what_it_is_of_is_not_held():
             for _ in range(6):
                 wide = (x * torch.ones(20, 1, 1)).detach()
                 storages.append(weakref.ref(wide.untyped_storage()))
+                x = torch.cos(x)  # the operation after detach() may still read it
                 x = torch.sin(x + wide.sum(0))
                 del wide
             alive.append(sum(each() is not None for each in storages))
@@ -255,3 +272,30 @@ def test_an_alias_that_outlives_what_it_is_of_is_not_held():
     assert stash.stats().recomputed_bytes
     stash.close()
     assert max(alive) <= 1 and not any(alive[2:])
+
+
+class Rounded(nn.Module):
+    """A straight-through estimator: the tensor that it detaches is gone when the result is used."""
+
+    def __init__(self, detached):
+        super().__init__()
+        self.detached = detached
+
+    def forward(self, x):
+        wide = x * 4
+        wide = wide + self.detached(wide.round() - wide)
+        return torch.sin(wide).cos()
+
+
+@pytest.mark.parametrize("detached", [torch.detach, lambda tensor: tensor.data])
+def test_a_straight_through_estimator_is_recomputed(detached):
+    net, stash = Rounded(detached), Stash(min_bytes=0)
+    with stash.recompute(net):
+        for _ in range(5):
+            before = stash.stats().recomputed_bytes
+            x = torch.randn(4 * ROWS, WIDTH, requires_grad=True)  # a small operand is copied
+            (found,) = torch.autograd.grad(net(x).sum(), x)
+            (plain,) = torch.autograd.grad(Rounded(detached)(x).sum(), x)
+            assert torch.equal(found, plain)
+            assert stash.stats().recomputed_bytes - before == 2 * x.nbytes
+    stash.close()

@@ -146,6 +146,9 @@ class Tape(SilentMode):
         self._has_new_root = False
         self._task = task_or_none()
         self._stream: Any = None
+        self._detached: Any = None
+        """The tensor that was detached since the latest operation. In ``(y - x).detach()`` the program holds
+        it no longer, and only its version shows that nothing has written to the memory."""
         self._bits = ModeBits()
         self._is_complex = False  # whether an operand of the latest operation is complex
         self._settings: Settings = ()
@@ -189,7 +192,7 @@ class Tape(SilentMode):
     def stop(self) -> None:
         """Stop recording as :meth:`end` does, without raising."""
         self.is_recording = False
-        self.recorded = None
+        self.recorded = self._detached = None
         for each in (self.saved, self.tensors, self._held, self._needs, self._memories):
             each.clear()
         self.may_follow, self.steps = False, None
@@ -218,8 +221,11 @@ class Tape(SilentMode):
             if not operation.is_view:
                 result = self._follow(func, operation, types, args, kwargs)
                 if result is not NotImplemented:
+                    self._detached = None
                     return result
             elif args and type(viewed := args[0]) in PLAIN and not viewed.is_complex():
+                if func is _DETACH:
+                    self._detached = viewed
                 if not operation.makes_bits:
                     return func(*args, **kwargs)
         began, self._called_seconds = time.perf_counter(), 0.0
@@ -231,6 +237,8 @@ class Tape(SilentMode):
             operation = operations.get(id(func)) or operation_of(func)
             if operation.is_view or not self.is_recording:
                 viewed = args[0] if args else None
+                if func is _DETACH:
+                    self._detached = viewed
                 if type(viewed) is Tensor:
                     has_bits = viewed.is_complex()
                 else:
@@ -244,6 +252,7 @@ class Tape(SilentMode):
                     break
             else:
                 result = self._record(func, operation, args, kwargs)
+            self._detached = None
             if (recorded := self.recorded) is not None:
                 self.recorded = None
                 recorded()
@@ -859,4 +868,5 @@ def leave_for_backward() -> None:
         tape.leave()
 
 
+_DETACH = torch.ops.aten.detach.default
 _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
