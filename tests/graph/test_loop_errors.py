@@ -25,6 +25,10 @@ def leaf(*shape: int) -> Tensor:
     return torch.ones(shape or (4,), requires_grad=True)
 
 
+def ragged() -> Tensor:
+    return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
@@ -37,6 +41,7 @@ def leaf(*shape: int) -> Tensor:
         ({"schedule": 3}, "schedule=3: allowed is an object with keeps_graphs and next_snapshot"),
         ({"schedule": None}, "checkpoint_loop has no budget"),
         ({"state": object()}, "state holds a object"),
+        ({"state": ragged()}, "state holds a NestedTensor, a tensor whose data are other tensors"),
         ({"xs": torch.ones(5)}, "n=4, but xs has inputs for 5 steps"),
         ({"xs": (torch.ones(4), torch.ones(3))}, "one first dimension in common"),
         ({"stash": Stash(), "memory": 1}, "stash= has budgets of its own"),

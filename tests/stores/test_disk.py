@@ -21,7 +21,7 @@ from backstash.errors import (
 )
 from backstash.stores import _disk, _file
 from backstash.stores._leases import Leases
-from backstash.testing import MemoryStore, check_store
+from backstash.testing import Failing, Gated, MemoryStore, check_store
 from backstash.units import format_bytes
 
 
@@ -40,6 +40,13 @@ def test_the_conformance_check_notices_a_store_that_loses_a_byte():
 
     with pytest.raises(AssertionError, match="bytes differ"):
         check_store(Forgetful)
+
+
+@pytest.mark.parametrize("wrapping", [Gated, Failing])
+def test_a_store_around_another_has_its_limit(wrapping):
+    """A plan asks for it."""
+    assert wrapping(MemoryStore(max_bytes=5)).max_bytes == 5
+    assert wrapping(MemoryStore()).max_bytes is None
 
 
 def test_the_file_has_no_name_and_is_the_owner_s_alone(tmp_path):

@@ -49,7 +49,7 @@ class MemoryStore(Store):
         self.name = "memory"
         self.threads = 2
         self.notes = ()
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self._bytes: dict[int, bytes] | None = {}
         self._used = 0
         self._next = 0
@@ -57,7 +57,7 @@ class MemoryStore(Store):
     def reserve(self, nbytes: int) -> Slot:
         """See :meth:`Store.reserve`."""
         self._contents()
-        if self._max_bytes is not None and self._used + nbytes > self._max_bytes:
+        if self.max_bytes is not None and self._used + nbytes > self.max_bytes:
             raise StashFullError(errno.ENOSPC, f"{self.name} has no space for {nbytes} bytes")
         self._used += nbytes
         self._next += 1
@@ -101,6 +101,7 @@ class _Wrapping(Store):
         self.name = f"{type(self).__name__.lower()} {store.name}"
         self.threads = store.threads
         self.notes = store.notes
+        self.max_bytes = store.max_bytes
         self.lock = store.lock
         self.begins_anew_when_forked = store.begins_anew_when_forked
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..._device.fingerprint import fingerprint as storage_fingerprint
+from ..._torch.tensors import is_wrapper_subclass
 from ..._torch.trees import tree_flatten, tree_unflatten
 from ...errors import UsageError
 from ...stash import Stash
@@ -61,6 +62,11 @@ def flatten(value: Any, name: str) -> StepState:
             )
         if isinstance(leaf, Tensor) and leaf.is_inference():
             raise UsageError(f"{name} holds a tensor made in inference mode: make it outside")
+        if is_wrapper_subclass(leaf):
+            raise UsageError(
+                f"{name} holds a {type(leaf).__name__}, a tensor whose data are other tensors: give these, and "
+                "make it from them inside of the step"
+            )
     return StepState(leaves, structure)
 
 
