@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from backstash import Stash
 from backstash._recompute.blocks import MOST_OPERATIONS
 from backstash._recompute.context_tape import ContextTape
-from backstash._recompute.tape import Tape
+from backstash._recompute.holding import HoldingTape
 from backstash.cli._resident import reset_resident_peak, resident_peak_bytes
 from bench._workloads import WORKLOADS, call
 
@@ -50,14 +50,14 @@ class Nothing(TorchDispatchMode):
 
 
 @contextmanager
-def under(way: str) -> Iterator[Tape | None]:
+def under(way: str) -> Iterator[ContextTape | HoldingTape | None]:
     if way == "plain":
         yield None
     elif way == "a mode":
         with Nothing():
             yield None
     else:
-        tape = ContextTape(MOST_OPERATIONS) if "context" in way else Tape()
+        tape = ContextTape(MOST_OPERATIONS) if "context" in way else HoldingTape()
         tape.enter()
         try:
             yield tape

@@ -29,10 +29,10 @@ from torch.utils.checkpoint import checkpoint
 import backstash
 import backstash._recompute.region_state as states
 import backstash._recompute.replay as replays
-import backstash._recompute.tape as tapes
 from backstash import Action, Stash, graph
 from backstash._recompute import declared, settings
 from backstash._recompute.call import _are_same
+from backstash._recompute.holding import HoldingTape
 from backstash._saved.held import Held
 from backstash._torch import schemas
 from backstash._torch.dispatch import dispatch_modes
@@ -2072,7 +2072,7 @@ def test_denormal_numbers_are_those_of_the_forward(before):
 def test_one_dimension_from_the_end_is_not_two_from_the_end():
     """Else an operation along one would count as compared along the other: Python's hashes are equal."""
     assert hash(-1) == hash(-2)
-    x, tape = torch.ones(4, 4), tapes.Tape()
+    x, tape = torch.ones(4, 4), HoldingTape()
     tape.enter()
     try:
         last, other = torch.cumsum(x, -1), torch.cumsum(x, -2)

@@ -453,7 +453,7 @@ class Call:
         region.admission.discarded_bytes += self._discarded_bytes
 
     def _compare(
-        self, unknown: list[tuple[Held, Tensor, int]], tape: Tape, timed: Timed | None
+        self, unknown: list[tuple[Held, Tensor, int]], tape: ForwardTape, timed: Timed | None
     ) -> str:
         """Replay what was discarded and free what compares equal. Return why some of it does not, or ``""``."""
         region = self.region

@@ -245,7 +245,7 @@ def _is_at(of: Memory | Alias, version: int) -> bool:
 
 
 class Outside:
-    """An operand that no replay computes. On a forward's tape it has no value: see :class:`Tape`."""
+    """An operand that no replay computes. On a forward's tape it has no value: see :class:`HoldingTape`."""
 
     __slots__ = (
         "__weakref__",

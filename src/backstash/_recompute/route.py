@@ -28,6 +28,7 @@ from .._torch.modules import is_running
 from .._torch.schemas import has_complex
 from .._torch.storages import storage_identity
 from .._torch.streams import current_stream
+from .holding import HoldingTape
 from .operations import (
     Ints,
     Made,
@@ -45,7 +46,7 @@ from .operations import (
     place_of,
 )
 from .settings import ON_CPU, now
-from .tape import LOOKED_EVERY, PLAIN, UNSEEN, Tape
+from .tape import LOOKED_EVERY, PLAIN, UNSEEN
 
 __all__ = ["Discard", "ForwardTape", "Route", "Routes"]
 
@@ -218,7 +219,7 @@ class Routes:
             self._routes[key] = made
 
 
-class ForwardTape(Tape):  # type: ignore[no-untyped-call]
+class ForwardTape(HoldingTape):  # type: ignore[no-untyped-call]
     """The tape of a module's forward, which follows a route or makes one.
 
     Args:

@@ -1,4 +1,4 @@
-"""The tape: a record of the operations of a forward, from which a part can be replayed.
+"""The tape: a record of operations, from which a part can be replayed.
 
 A dispatch mode sees each operation below autograd: with its actual arguments, after autocast, and after
 composite operations were decomposed. The tape records those that can be replayed. It never runs the program's
@@ -9,8 +9,7 @@ The tape identifies memory by its storage and forgets a storage when it dies (a 
 Views need no operation: an operand is a state and its place in that memory.
 
 An operand that no replay can compute is *outside*: a parameter, a module's input, random numbers, the output of
-one of the program's own kernels. A tape refers to such a tensor while it records, and has the stash hold it
-once a discarded tensor needs it. It refers to no intermediate result.
+one of the program's own kernels. A tape refers to no intermediate result.
 
 Replaying what a dispatch mode recorded is this project's idea. Discarding results and recomputing them
 operation by operation, chosen while the program runs, comes from DTR (Kirisame et al., ICLR 2021).
@@ -20,7 +19,6 @@ from __future__ import annotations
 
 import sys
 import time
-import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from types import FrameType
 from typing import Any
@@ -62,7 +60,6 @@ from .operations import (
     Ints,
     Made,
     Memory,
-    Needs,
     Op,
     Outside,
     Place,
@@ -71,17 +68,14 @@ from .operations import (
     Scratch,
     State,
     WriteOp,
-    copied,
-    fingerprint_of,
     flat,
-    is_small,
     place_of,
-    unpacked,
-    version_of,
 )
 from .settings import Settings, now
 
 __all__ = [
+    "ALIAS",
+    "CHANGED",
     "LOOKED_EVERY",
     "PLAIN",
     "UNSEEN",
@@ -90,11 +84,8 @@ __all__ = [
     "leave_for_backward",
 ]
 
-_UNSAVED = "it depends on a tensor that PyTorch does not save and that programs may change"
-_RANDOM = "it depends on random numbers that PyTorch does not save"
-_CHANGED = "its input was changed in place"
-_INFERENCE = "it depends on a tensor made in inference mode, whose changes PyTorch does not count"
-_ALIAS = "a tensor that shares its memory may have been written to unseen"
+CHANGED = "its input was changed in place"
+ALIAS = "a tensor that shares its memory may have been written to unseen"
 UNSEEN = "the operation that computed it was not recorded"
 _SUBCLASS = "a tensor subclass computed it"
 _IN_FUNCTION = "an autograd.Function computed it"
@@ -120,8 +111,9 @@ LOOKED_EVERY = 32  # operations between two checks that the forward still runs
 
 
 class Tape(SilentMode):
-    """Record operations between :meth:`enter` and :meth:`leave`: those of one forward, unless a subclass says
-    otherwise."""
+    """Record operations between :meth:`enter` and :meth:`leave`.
+
+    Subclasses decide what becomes of operands that no replay computes."""
 
     is_of_context = False
     """Whether it records a whole context, and not one module's forward."""
@@ -130,16 +122,6 @@ class Tape(SilentMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._memories = dict[int, Memory]()
         self._sweep_at = _LEAST_SWEPT
-        self.saved: dict[tuple[int, int], weakref.ref[torch.UntypedStorage]] = {}
-        """The storages, by identity and version, that autograd saved in a forward: the stash holds them anyway.
-        If the program changes one before backward, plain PyTorch raises an error, too."""
-        self.reads_unsaved = True
-        """Whether a replay may read others without a copy."""
-        self.tensors: dict[Outside, Tensor] = {}
-        """A forward's operands, while the tape records and their memory is not overwritten."""
-        self._held: dict[Outside, list[Any]] = {}  # those that are held: see Needs
-        self._needs: dict[Op, Needs] = {}  # by the operations whose operands are held
-        self._latest: list[Op] = []  # what the latest call of want() added to these
         self._count = self._states = 0
         self._written: Sequence[Memory] = ()  # by the latest operation
         # Whether a result of it shares memory with an argument, but not the version counter.
@@ -154,14 +136,10 @@ class Tape(SilentMode):
         self._settings: Settings = ()
         self._settings_hash = 0
         self._seconds = self._called_seconds = 0.0
-        self.given: dict[State, State] = {}
-        """What :meth:`take_as_given` replaced, and by what."""
         self.may_follow = False
         """Whether :meth:`_follow` is asked for each operation."""
         self.steps: list[RawStep] | None = None
         """What a route is made of; ``None``: none is."""
-        self.outside_states: dict[Outside, State | None] = {}
-        """The state of each operand, if a route is made."""
         self.is_recording = True
         self.frame: FrameType | None = None
         """Frame of the module call that it records."""
@@ -193,8 +171,7 @@ class Tape(SilentMode):
         """Stop recording as :meth:`end` does, without raising."""
         self.is_recording = False
         self.recorded = self._detached = None
-        for each in (self.saved, self.tensors, self._held, self._needs, self._memories):
-            each.clear()
+        self._memories.clear()
         self.may_follow, self.steps = False, None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -357,7 +334,7 @@ class Tape(SilentMode):
             kinds.append(self._settings_hash)
             key = hash(tuple(kinds))
         for each in writes:
-            why = reason or (_CHANGED if each.is_statistic else "")
+            why = reason or (CHANGED if each.is_statistic else "")
             if each.tensor.untyped_storage().nbytes() != each.nbytes:
                 why = why or f"{operation.name} resized its memory"
             each.memory.state = self._made(
@@ -432,13 +409,6 @@ class Tape(SilentMode):
         for memory in self._written:
             memory.end_write()
         self._written = ()
-
-    def _lose(self, operands: Mapping[Place, Outside]) -> None:
-        """Copy what a replay needs of a memory with these operands, which is about to be overwritten."""
-        tensors, held = self.tensors, self._held
-        for each in list(operands.values()):
-            if (tensor := tensors.pop(each, None)) is not None and each in held:
-                held[each][0] = copied(tensor)
 
     def _fail_writes(self, writes: Iterable[WriteOp]) -> None:
         """After an error in writes, forget what was known of the memory: some of it may have been written."""
@@ -531,12 +501,24 @@ class Tape(SilentMode):
     def _forget(self, operation: Operation, args: Any, kwargs: Any) -> None:
         """Forget what is known: a tensor subclass writes memory that the tape cannot see."""
         if operation.writes:
-            for each in [each for each in self.tensors if each not in self._held]:
-                del self.tensors[each]
             for memory in self._memories.values():
                 memory.state = State(memory.state.device, _SUBCLASS)
 
     # Operands.
+
+    def _hold(self, state: State | None, tensor: Tensor, op: Op) -> Outside:
+        """Return the operand of ``op`` that no replay computes: ``tensor``, whose memory has this state."""
+        raise NotImplementedError
+
+    def _new_outside(
+        self, tensor: Tensor, place: Place, state: State | None, *, is_random: bool
+    ) -> Outside:
+        """Return the operand at this place in a state."""
+        raise NotImplementedError
+
+    def _lose(self, operands: Mapping[Place, Outside]) -> None:
+        """Copy what a replay needs of a memory with these operands, which is about to be overwritten."""
+        raise NotImplementedError
 
     def _memory(self, tensor: Tensor) -> Memory | None:
         """Return and record the memory of ``tensor``; ``None`` if it has none that can be identified."""
@@ -552,8 +534,8 @@ class Tape(SilentMode):
             memory = self._know(storage, identity, State(tensor.device, UNSEEN), tensor)
         elif not memory.shows(tensor):
             # Something that the tape did not see may have written to it.
-            is_own = memory.is_made or memory.state.reason == _ALIAS
-            memory.begin(tensor, State(tensor.device, _ALIAS if is_own else UNSEEN))
+            is_own = memory.is_made or memory.state.reason == ALIAS
+            memory.begin(tensor, State(tensor.device, ALIAS if is_own else UNSEEN))
         return memory
 
     def _know(
@@ -628,37 +610,6 @@ class Tape(SilentMode):
         op.reads.append(made)
         return made
 
-    def _hold(self, state: State | None, tensor: Tensor, op: Op) -> Outside:
-        outside = self._outside_at(state, tensor)
-        # Another forward that did the same may have the operand, too.
-        if outside not in self._held:
-            if (outside.is_random or outside.is_alias) and outside not in self.tensors:
-                self._drop_unsaved()
-            self.tensors.setdefault(outside, tensor)
-        if self.steps is not None:
-            self.outside_states[outside] = state
-        op.before.append(outside)
-        return outside
-
-    def _drop_unsaved(self) -> None:
-        """Refer no longer to random numbers and aliases that no operation saved, which the program may have
-        freed."""
-        for each in [each for each in self.tensors if each.is_random or each.is_alias]:
-            tensor = self.tensors[each]
-            if not (is_small(tensor) or self._is_held_anyway(tensor)):
-                del self.tensors[each]
-
-    def _is_held_anyway(self, tensor: Tensor) -> bool:
-        """Whether autograd saves ``tensor``, so that holding it for a replay takes no memory. Otherwise what
-        was computed from it is held, which usually takes as much."""
-        # An operation may save what it then fills.
-        return self._was_saved(tensor) or self._was_saved(tensor, earlier=1)
-
-    def _was_saved(self, tensor: Tensor, earlier: int = 0) -> bool:
-        which = storage_identity(tensor.untyped_storage()), version_of(tensor) - earlier
-        known = self.saved.get(which)
-        return known is not None and known() is not None  # else the storage is another one
-
     def _outside_at(self, state: State | None, tensor: Tensor) -> Outside:
         """Return the operand at the place of ``tensor`` in this state."""
         if tensor.is_complex():
@@ -672,30 +623,14 @@ class Tape(SilentMode):
         if outside is None:
             is_random = state.reason.endswith(RANDOM)
             outside = self._new_outside(tensor, place, state, is_random=is_random)
-            outside.is_alias = state.reason == _ALIAS
+            outside.is_alias = state.reason == ALIAS
             state.outside[place] = outside
         return outside
 
     def _new_places(self) -> MutableMapping[Place, Outside]:
         return {}
 
-    def _new_outside(
-        self, tensor: Tensor, place: Place, state: State | None, *, is_random: bool
-    ) -> Outside:
-        return Outside(tensor, place, None, is_random=is_random)
-
     # Queries.
-
-    def take_as_given(self, tensor: Tensor) -> None:
-        """The stash holds ``tensor``, and will: what is computed from it is replayed from that, and not from
-        what has led to it."""
-        state = self.state_of(tensor)
-        if state is not None and not state.reason:
-            given = self.given.get(state)
-            if given is None:
-                given = State(tensor.device, UNSEEN)
-                self.given[state] = given
-            self._memories[storage_identity(tensor.untyped_storage())].state = given
 
     def state_of(self, tensor: Tensor) -> State | None:
         """Return the current state of the tensor's memory; ``None`` if the tape did not see it."""
@@ -706,111 +641,6 @@ class Tape(SilentMode):
         if memory is None or memory() is None:
             return None
         return memory.state if memory.shows(tensor) else None
-
-    def want(self, state: State, pack: Callable[[Tensor, bool], object]) -> str:
-        """Hold what a replay of ``state`` needs.
-
-        Args:
-            state: the state to be discarded.
-            pack: hold a tensor in the stash; its second argument is whether the tensor holds random numbers.
-
-        Returns:
-            Why it cannot be discarded; ``""`` if it can.
-        """
-        if state.reason:
-            return state.reason
-        new = self._latest = self._leading_to(state)
-        needed = [each for op in new for each in op.before]
-        reason = self.hold(needed, pack)
-        if not reason:
-            before = [state.maker, *(each.state.maker for op in new for each in op.reads)]
-            self.note_needs(new, needed, before)
-        return reason
-
-    def note_needs(
-        self, ops: Collection[Op], needed: Iterable[Outside], before: Iterable[Op | None]
-    ) -> None:
-        """Record that the operands of ``ops`` are held.
-
-        Args:
-            ops: the operations.
-            needed: their operands.
-            before: the operations that lead to what they read. All others are known.
-        """
-        if not ops:
-            return
-        held, known = self._held, self._needs
-        led = [known[each] for each in before if each is not None and each in known]
-        needs = Needs({each: held[each] for each in needed}, led)
-        for each in ops:
-            known[each] = needs
-
-    def value_of(self, outside: Outside, unpack: Callable[[Any], Tensor]) -> Tensor:
-        """Return an operand while the tape records."""
-        tensor = self.tensors.get(outside)
-        return unpacked(self._held, unpack, outside) if tensor is None else tensor.detach()
-
-    def needs_of(self, state: State) -> Needs | None:
-        """Return what a replay of ``state`` needs, after :meth:`want`."""
-        return self._needs[state.maker] if state.maker is not None else None
-
-    def hold(self, needed: Collection[Outside], pack: Callable[[Tensor, bool], object]) -> str:
-        """Hold these operands: see :meth:`want`."""
-        tensors, held = self.tensors, self._held
-        copies: set[Outside] = set()
-        for each in needed:
-            if each in held:
-                continue
-            tensor = tensors.get(each)
-            if tensor is None and (each.is_random or each.is_alias):
-                return _RANDOM if each.is_random else _ALIAS
-            if tensor is None or (each.kind[0] and self.state_of(tensor) is None):
-                return _CHANGED  # perhaps by another thread
-            try:
-                _ = tensor.is_leaf
-            except RuntimeError:  # a view without a graph, of what has got one since
-                return _CHANGED
-            # The program may write a buffer before backward; that is no error if autograd did not save it.
-            is_random = each.is_random and not tensor.is_inference()
-            if is_random and self._is_held_anyway(tensor):
-                continue
-            if not tensor.requires_grad and is_small(tensor):
-                copies.add(each)
-            elif is_random:
-                return _RANDOM
-            elif each.is_alias and not self._was_saved(tensor):
-                return _ALIAS
-            elif tensor.is_inference():
-                return _INFERENCE
-            elif not self.reads_unsaved and not self._was_saved(tensor):
-                if not is_small(tensor, also_trained=True):
-                    return _UNSAVED
-                copies.add(each)
-        for each in needed:
-            if each in held:
-                continue  # it may be an operand of two operations
-            tensor = tensors[each]
-            if each in copies:
-                with self.aside():
-                    held[each] = [copied(tensor), None]
-            else:
-                was = None if each.is_random or tensor.requires_grad else fingerprint_of(tensor)
-                held[each] = [pack(tensor, each.is_random), was]
-        return ""
-
-    def _leading_to(self, state: State) -> list[Op]:
-        """Return the operations that lead to ``state``, except those whose operands are held."""
-        found: list[Op] = []
-        todo, seen = [state], set[Op]()
-        while todo:
-            op = todo.pop().maker
-            if op is None or op in self._needs or op in seen:
-                continue
-            seen.add(op)
-            found.append(op)
-            for each in op.reads:
-                todo.append(each.state)
-        return found
 
 
 class _Aside:
