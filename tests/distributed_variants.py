@@ -6,7 +6,11 @@ import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -138,6 +142,13 @@ def sharded(how="", mesh=None, doubled=False, **options):
     return fully_shard(model, mesh=mesh, **options)
 
 
+def sharded_by_wrappers():
+    """By the older class, around each block and the model."""
+    cpu = torch.device("cpu")
+    wrapped = nn.Sequential(*(FullyShardedDataParallel(each, device_id=cpu) for each in blocks()))
+    return FullyShardedDataParallel(wrapped, device_id=cpu)
+
+
 def no_sync(model, last):
     return nullcontext() if last else model.no_sync()
 
@@ -193,6 +204,14 @@ def check_recompute(rank, directory):
             stats = stash.stats()
             assert stats.recomputed_bytes > 0, stats
             stash.close()
+    true = gradients(sharded_by_wrappers(), rank, nullcontext())
+    model = sharded_by_wrappers()
+    stash = Stash(disk=directory, min_bytes=0, inflight=0)
+    with stash.recompute(*(wrapper.module for wrapper in model.module)):
+        mine = gradients(model, rank, stash)
+    assert true and all(map(torch.equal, true, mine))
+    assert stash.stats().recomputed_bytes > 0
+    stash.close()
 
 
 def check(rank, directory):

@@ -67,7 +67,7 @@ _RUN = (
     ),
     _Rule(
         lambda facts: facts["is_too_small"],
-        "The budget cannot be kept. The smallest that can is {smallest}:",
+        "The budget cannot be kept. The smallest that can is about {smallest}:",
         "--budget {smallest_budget}",
     ),
     _Rule(

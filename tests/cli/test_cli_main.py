@@ -444,7 +444,7 @@ def test_summary_of_an_accelerator_says_what_is_in_host_memory_and_what_the_devi
         (run_of("measuring"), "Run longer"),
         (
             run_of("too small", smallest_budget_bytes=1),
-            "The smallest that can is 1 B: --budget 1MiB",
+            "The smallest that can is about 1 B: --budget 1MiB",
         ),
         (run_of("too small"), "other budgets would cost: backstash plan train.py"),
         (run_of("left alone", written_bytes=0), "Everything fits into the budget."),

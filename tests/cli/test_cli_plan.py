@@ -187,7 +187,7 @@ def test_the_page_s_plan_shows_measured_values_next_to_predictions() -> None:
         return str(plan_section(replace(made, state=state, **changed).as_dict())["note"])
 
     assert note("too small", smallest_budget_bytes=210 * MIB).startswith(
-        "A budget of 200 MiB cannot be kept: the smallest that can is 210 MiB."
+        "A budget of 200 MiB cannot be kept: the smallest that can is about 210 MiB."
     )
     assert "too few steps" in note("measuring", predicted=None, measured=None)
     assert note("loaded", measured=None) == "A plan from a file, for a budget of 200 MiB."

@@ -542,7 +542,7 @@ def test_a_module_that_is_not_there_is_one_line(tmp_path: Path) -> None:
     done = under_stash(["-m", "no.such.module"], tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
-        "backstash: 'no.such.module' cannot be run; allowed: what `python -m` takes\n"
+        "backstash: 'no.such.module': there is no such module; allowed: what `python -m` takes\n"
     )
 
 

@@ -2112,3 +2112,28 @@ def test_what_is_compared_are_bits_not_numbers(dtype):
     nan = torch.full((2, 3), math.nan, dtype=dtype)
     assert _are_same(nan, nan.clone())
     assert _are_same(nan[:, :2], nan[:, 1:].clone())
+
+
+class PostNorm(nn.Module):
+    """What its norm saves is replayed from the dropout's mask, which is held as the forward ends."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.dropout, self.norm = nn.Linear(64, 64), nn.Dropout(0.1), nn.LayerNorm(64)
+
+    def forward(self, x):
+        return self.norm(x + self.dropout(self.linear(x).tanh()))
+
+
+def test_what_is_held_as_a_forward_ends_is_packed():
+    net, stash = nn.Sequential(*(PostNorm() for _ in range(3))), Stash(min_bytes=0)
+    x, masks = torch.randn(128, 64), 3 * 128 * 64 * 4
+    with stash.recompute(*net):
+        for _ in range(4):
+            before = stash.stats().packed_bytes
+            with stash:
+                loss = net(x).sum()
+            loss.backward()
+            assert stash.stats().packed_bytes - before >= masks
+    assert not any("dispatch mode" in reason for reason in stash.stats().left)
+    stash.close()

@@ -405,11 +405,15 @@ class Call:
             if packed is not held:
                 held.packed = packed
 
+    def leave_tape(self) -> None:
+        """Stop recording: the forward ends."""
+        if self.tape is not None:
+            self.tape.leave()
+
     def end(self, *, in_order: bool) -> None:
-        """End the forward; ``in_order``: it raised no error."""
+        """End the forward, after :meth:`leave_tape`; ``in_order``: it raised no error."""
         tape = self.tape
         assert tape is not None
-        tape.leave()
         tape.recorded = None
         self.frame = None
         put_back(self._thread_state, self._outer)
@@ -467,7 +471,8 @@ class Call:
         except InplaceError:
             raise  # a value differs from plain PyTorch's
         except Exception as error:  # raised by a kernel
-            values, reason = [], f"recomputing it raised {type(error).__name__}: {error}"
+            first_line = str(error).partition("\n")[0]
+            values, reason = [], f"recomputing it raised {type(error).__name__}: {first_line}"
         else:
             reason = ""
         alike = [True] * len(values) + [False] * (len(same) - len(values))

@@ -181,6 +181,8 @@ class Region(RegionState):
         if scope is None or scope.frame is not frame:
             return
         call = scope.hooks.pack_hook
+        if isinstance(call, Call):
+            call.leave_tape()  # what is packed now would take it for a mode of the program's
         if is_of_region(call):
             self._leave(frame)
         if isinstance(call, Call):

@@ -258,7 +258,8 @@ def _module(name: str) -> tuple[types.CodeType, types.ModuleType]:
         spec = _find(f"{name}.__main__")
     loader: Any = None if spec is None else spec.loader
     if spec is None or loader is None or not hasattr(loader, "get_code"):
-        raise _NotRunnable(f"{name!r} cannot be run; allowed: what `python -m` takes")
+        problem = "there is no such module" if spec is None else "it has no code to run"
+        raise _NotRunnable(f"{name!r}: {problem}; allowed: what `python -m` takes")
     if sys.argv[0] == "-m" and spec.origin:
         sys.argv[0] = spec.origin
     return loader.get_code(spec.name), _main_module(spec, loader, spec.origin)

@@ -95,7 +95,7 @@ def _whose(plan: dict[str, Any]) -> str:
 def _state(plan: dict[str, Any]) -> str:
     budget = format_bytes(plan["budget_bytes"])
     smallest = plan["smallest_budget_bytes"]
-    at_least = f": the smallest that can is {format_bytes(smallest)}" if smallest else ""
+    at_least = f": the smallest that can is about {format_bytes(smallest)}" if smallest else ""
     return {
         "measuring": f"Within {budget}: there were too few steps to plan for; all that can move was moved.",
         "left alone": f"Everything fits within {budget}, and stays in memory.",

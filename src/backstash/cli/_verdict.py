@@ -97,7 +97,7 @@ def _compared_with_budget(plan: dict[str, Any], peak: int) -> str:
         )
     smallest = plan["smallest_budget_bytes"]
     if plan["state"] == "too small" and smallest:
-        return f"over the budget of {budget}: the smallest that can be kept is {format_bytes(smallest)}"
+        return f"over the budget of {budget}: the smallest that can be kept is about {format_bytes(smallest)}"
     return f"over the budget of {budget}"
 
 
