@@ -121,6 +121,12 @@ def test_other_budgets_are_planned_from_the_same_step_with_the_windows_that_were
     assert Plan.from_dict(plan.as_dict()).windows == (None, None), "of this stash alone"
     trace = json.loads(json.dumps(plan.trace.as_dict()))
     assert Plan.from_trace(trace, FITS).classes == larger.classes
+    assert Plan.from_trace(trace, FITS).device == "cpu"
+    ahead = replace(plan.trace, runs_ahead=True).as_dict()
+    assert Plan.from_trace(ahead, FITS).device == "accelerator"
+    other = replace(plan, device="cuda:1", bias_bytes=plan.bias_bytes + 2 * MIB).at(FITS)
+    assert other.predicted.peak_bytes == larger.predicted.peak_bytes + 2 * MIB
+    assert other.device == "cuda:1" and other.windows == plan.windows == (1 * MIB, 2 * MIB)
     plan.save(tmp_path / "plan.json")
     with pytest.raises(UsageError, match="has no measured step"):
         Plan.load(tmp_path / "plan.json").at("1GiB")

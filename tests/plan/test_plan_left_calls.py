@@ -18,7 +18,7 @@ from backstash._plan.solve import follow, whole_calls
 from backstash._plan.table import REGION, Problem, left_blocks
 from backstash._plan.trace import Links, Moment, Option, RegionCut, Trace, TracedBlock, TracedRegion
 from backstash.errors import InplaceError
-from backstash.plan import StepFigures, _planned_regions
+from backstash.plan import StepFigures, _planned_regions, plan_of
 from backstash.testing import CountedDevice, stash_on
 from counted_memory import MIB, OTHER, CountedMemory
 from long_tests import mostly_long
@@ -372,6 +372,24 @@ def test_a_recomputed_call_whose_input_moves_is_managed():
     shares = [*again[:6], "left", *again[7:]]
     assert left_bytes(shares, saves) == (2 * MIB, 2 * MIB, MIB, MIB)
     assert left_bytes([*again[:3], "disk", *again[4:]], saves) == (0, 0, MIB, MIB)
+
+
+def test_a_plan_counts_no_block_and_no_time_of_what_is_left():
+    """After the last block that is not kept, and in calls that are left: none of it is managed."""
+    trace = trace_of_calls()
+    options = {"keep": Option(MIB, 0.25), "disk": Option(0, 0.5, 0, MIB)}
+    blocks = tuple(replace(each, options=options) for each in trace.blocks)
+    small = tuple(replace(each, small_bytes=100) for each in trace.regions)
+    trace = replace(trace, blocks=blocks, regions=small)
+    choices = [REGION, REGION, "keep", "keep", "keep", "disk", *["keep"] * 5]
+    solution = follow(trace, ("keep", *choices), Windows(0, 0), allowed=["keep", "disk", REGION])
+    assert solution.left_after == 7
+    plan = plan_of(1 << 30, trace, solution, 1, 0)
+    (held,), (calls,) = plan.classes, plan.regions
+    assert plan.left_after == 3, "0 and 3, which calls are given, and 6, which moves"
+    assert held.seconds == 0.25 + 0.25 + 0.5
+    assert calls.choices == ((REGION, 1), ("left", 1), ("once", 1), ("left", 1))
+    assert calls.left_bytes == (MIB + 100, 3 * MIB + 100, 0, 3 * MIB + 100)
 
 
 def test_as_few_whole_calls_as_the_budget_allows():
