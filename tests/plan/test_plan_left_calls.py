@@ -390,6 +390,9 @@ def test_a_plan_counts_no_block_and_no_time_of_what_is_left():
     assert held.seconds == 0.25 + 0.25 + 0.5
     assert calls.choices == ((REGION, 1), ("left", 1), ("once", 1), ("left", 1))
     assert calls.left_bytes == (MIB + 100, 3 * MIB + 100, 0, 3 * MIB + 100)
+    blocks = (*blocks[:11], replace(blocks[11], group="larger", nbytes=20 * MIB))
+    plan = plan_of(1 << 30, replace(trace, blocks=blocks), solution, 1, 0)
+    assert [each.name for each in plan.classes] == ["larger", ""], "the largest one first"
 
 
 def test_as_few_whole_calls_as_the_budget_allows():
