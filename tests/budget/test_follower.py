@@ -103,18 +103,35 @@ def test_until_a_call_is_recomputed_as_planned_nothing_is_left_alone():
     assert left_bytes(follower) == 8 * MIB
 
 
+def following(*choices, **given):
+    """One whose plan knows a module's first, second, ... save, and a function that saves one."""
+    follower = follower_of(**given)
+    classes = [
+        PlannedClass(f"m no operation #{at} 1.00 MiB", 2, 2 * MIB, ((name, 2),), 0.0, "")
+        for at, name in enumerate(choices)
+    ]
+    follower.follow(Plan(100 * MIB, "planned", classes=tuple(classes)))
+
+    def save(module="m"):
+        block = SimpleNamespace(nbytes=MIB, cleanup=SimpleNamespace(module=module, serial=0))
+        return follower.choose(block, SimpleNamespace(grad_fn=None), ())
+
+    return follower, save
+
+
 def test_a_block_that_the_plan_does_not_know_lowers_the_limit_of_its_step():
     """What else the step holds when backward needs it is unknown."""
     limits, lowered = SimpleNamespace(unplanned=7 * MIB), []
     limits.lower_resident = lowered.append
     shape = StepShape(begins_as_known=True)
-    follower = follower_of(limits=limits, shape=shape, regions=None)
-    known = PlannedClass("known no operation #0 1.00 MiB", 2, 2 * MIB, (("keep", 2),), 0.0, "")
-    follower.follow(Plan(100 * MIB, "planned", classes=(known,)))
+    _, save = following("keep", limits=limits, shape=shape, regions=None)
+    assert save() == "" and not lowered and not shape.is_unknown
+    assert save("other") == "" and lowered == [7 * MIB] and shape.is_unknown
 
-    def choose(module):
-        block = SimpleNamespace(nbytes=MIB, cleanup=SimpleNamespace(module=module, serial=0))
-        return follower.choose(block, SimpleNamespace(grad_fn=None), ())
 
-    assert choose("known") == "" and not lowered and not shape.is_unknown
-    assert choose("other") == "" and lowered == [7 * MIB] and shape.is_unknown
+def test_the_saves_of_a_module_are_numbered_again_each_time_it_runs():
+    follower, save = following("keep", "disk", regions=Regions())
+    follower.begin_forward("m", ())
+    found = [save()]
+    follower.begin_forward("m", ())
+    assert [*found, save(), save()] == ["", "", "disk"]

@@ -498,6 +498,24 @@ def test_whole_calls_are_tried_once_unless_they_are_predicted_to_take_long(secon
         assert solving.found[1].choices == ("disk",) * 3 + ("keep",) * 9 and not solving.is_trying
 
 
+def test_whole_calls_are_tried_again_for_another_trace_and_never_if_they_are_the_plan():
+    trace, every = trace_of_calls(), tuple(REGION if at % 3 else "keep" for at in range(12))
+    held = follow(trace, every, Windows(0, 0), allowed=["keep", REGION]).forecast.peak_bytes
+    fewest = whole_calls(trace, held, Windows(0, 0)).choices
+    assert not solving_of(fewest, trace).try_whole_calls(held)
+    solving = solving_of(("disk",) * 3 + ("keep",) * 9, trace)
+    solution = solving.taken[1]
+    assert solving.try_whole_calls(held + 8 * MIB)
+    for again, tries in ((trace, False), (replace(trace), True)):
+        solving.found = trace, solution, 1
+        solving.take()
+        solving.begin(again, 1 << 30, allowed=["keep", "disk", REGION])
+        solving.wait()
+        solving.found = again, solution, 1
+        solving.take()
+        assert solving.try_whole_calls(held + 8 * MIB) is tries
+
+
 def test_a_plan_that_was_tried_stays_only_if_it_is_faster():
     trace = trace_of_calls(0.1)
     before = ("disk",) * 3 + ("keep",) * 9
