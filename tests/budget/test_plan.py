@@ -136,6 +136,7 @@ def test_small_tensors_move_where_a_budget_cannot_be_kept_otherwise(memory, tmp_
     assert stash.plan.state == ("planned" if room == 8 * MIB else "left alone")
     assert session.min_bytes == 16 << 10
     assert not stash.stats().notes
+    stash.close()  # `other` holds its session
 
 
 def test_small_tensors_stay_where_large_ones_are_enough(memory, tmp_path):
