@@ -327,3 +327,29 @@ def test_an_accelerator_s_allocator_uses_again_what_is_freed(process):
 def test_memory_held_as_three_steps_in_a_row_begin_belongs_to_them(process):
     late = [process.hold(held).guard.late_bytes() for held in (101, 101, 100, 101, 101, 102, 101)]
     assert late == [0, 0, 0, 0, 0, 102 * MIB, 0]
+
+
+@pytest.mark.parametrize(("held", "parts"), [(50, (12, 6)), (97, (1, 0.5)), (99, (-1, -1))])
+def test_what_is_left_of_a_budget_is_handed_out_in_parts_to_one_thread_or_two(process, held, parts):
+    """What plans do not use of it, too, where it is little: the memory is not read at each small block."""
+    guard = process.hold(held).guard
+    found = [guard.part_of_what_is_left(4, threads) for threads in (1, 2)]
+    assert found == [each * MIB if each > 0 else -1 for each in parts]
+
+
+def test_a_step_that_is_not_known_goes_unseen_if_twice_as_much_fits(process):
+    """Never the first one, of which it is not known from where the highest one grew."""
+    guard, process.meter.ever = process.hold(10).guard, 40
+    for is_known, saved, fits in ((True, 0, False), (False, 0, True), (False, 60, False)):
+        found = guard.fits_unseen(saved * MIB, 20 * MIB, is_known=is_known, is_steady=False)
+        assert found is fits, "it is expected to hold 40, and 30 or what it saves more"
+        guard.begin_step()
+
+
+def test_a_step_begins_with_no_peak_and_no_limit_of_the_one_before(process):
+    guard, process.meter.ever = process.guard, 150  # between the two
+    guard.raise_to(200 * MIB)
+    guard.begin_step()
+    assert process.hold(50).guard.left_bytes == (MOST - 50) * MIB
+    process.use(50)
+    assert guard.take_highest() == 50 * MIB

@@ -53,6 +53,8 @@ def memory(monkeypatch, tmp_path):
 def test_a_plan_is_followed_from_a_file(memory, tmp_path, plan):
     assert plan.state == "planned" and plan.bound.step_seconds <= plan.predicted.step_seconds
     assert 1 <= moved(plan) <= 15 and plan.measured.peak_bytes <= BUDGET
+    reasons = {each.reason for each in plan.classes if len(each.choices) > 1}
+    assert reasons == {"as many as fit are kept"}
     plan, path = replace(plan, left_after=None), tmp_path / "plan.json"
     plan.save(path)
     assert Plan.load(path) == plan
@@ -115,12 +117,21 @@ def test_other_budgets_are_planned_from_the_same_step_with_the_windows_that_were
     assert larger.state == "left alone"
     assert larger.predicted.peak_bytes == plan.plain.peak_bytes
     assert plan.at("1MiB").state == "too small"
-    assert plan.at("1MiB").smallest_budget_bytes > OTHER
+    small = plan.at("1MiB")
+    assert small.smallest_budget_bytes > small.predicted.peak_bytes * 17 // 16 > OTHER
+    assert small.bound is None is not plan.bound, "no time is a bound of what cannot be kept"
     for each in (plan, plan.at(BUDGET + MIB), plan.at(BUDGET + MIB).at(BUDGET)):
         assert (each.inflight_bytes, each.prefetch_bytes) == (1 * MIB, 2 * MIB)
     assert Plan.from_dict(plan.as_dict()).windows == (None, None), "of this stash alone"
     trace = json.loads(json.dumps(plan.trace.as_dict()))
     assert Plan.from_trace(trace, FITS).classes == larger.classes
+    assert Plan.from_trace(trace, FITS).device == "cpu"
+    ahead = replace(plan.trace, runs_ahead=True).as_dict()
+    assert Plan.from_trace(ahead, FITS).device == "accelerator"
+    other = replace(plan, device="cuda:1", bias_bytes=plan.bias_bytes + 2 * MIB).at(FITS)
+    assert other.predicted.peak_bytes == larger.predicted.peak_bytes + 2 * MIB
+    assert other.plain.peak_bytes == larger.plain.peak_bytes + 2 * MIB
+    assert other.device == "cuda:1" and other.windows == plan.windows == (1 * MIB, 2 * MIB)
     plan.save(tmp_path / "plan.json")
     with pytest.raises(UsageError, match="has no measured step"):
         Plan.load(tmp_path / "plan.json").at("1GiB")

@@ -378,6 +378,14 @@ def test_a_peak_that_no_sample_saw_in_the_first_step_is_expected_of_the_next():
     assert of._figures == [(1100, 4.0)], "sampled now, it is not counted twice"
 
 
+def test_what_a_look_saw_is_no_peak_of_later_steps_where_no_thread_samples():
+    of = Corrections()
+    of.follow(1000, 500, is_left=False)
+    for looked in (150 * MIB, 0, 0):
+        of.add(record(event("save", 1.0, number=0)), MIB << 10, looked, is_alike=True)
+    assert of.measured == (100 * MIB, 4.0), "the one sample of each"
+
+
 def test_a_step_of_another_shape_counts_where_it_exceeds():
     of, ended = followed((1000, 900, True), (1500, 900, False), (2001, 900, False))
     assert ended == [False, False, True] and of._figures == [(2001, 4.0)]
@@ -633,6 +641,14 @@ def test_the_bias_of_choices_that_were_measured_before_is_of_what_was_simulated(
     of.follow(980, 500, is_left=False, simulated_peak_bytes=960)
     of.exceed(985, 1.0)
     assert not of.correct(1050), "as predicted"
+
+
+def test_an_excess_over_what_was_measured_before_counts_from_what_was_simulated():
+    """Also within the budget: a plan whose steps were measured to hold 100 was simulated to hold 90."""
+    of = Corrections()
+    of.follow(100, 100, is_left=False, simulated_peak_bytes=90)
+    of.exceed(110, 1.0)
+    assert of.correct(200) and of.bias_bytes == 20
 
 
 def test_windows_that_were_not_filled_are_not_credited_to_plans_without_them():

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from backstash.errors import UsageError
-from backstash.plan import Plan, PlannedClass
+from backstash.plan import Plan, PlannedClass, PlannedRegion
 
 DAMAGED = {
     "a window that is null": {"inflight_bytes": None},
@@ -43,3 +43,13 @@ def test_a_file_that_is_no_text_is_refused(tmp_path):
     path.write_bytes(bytes(range(256)))
     with pytest.raises(UsageError, match="not a plan"):
         Plan.load(path)
+
+
+@pytest.mark.parametrize("choices", [[["disk", 2]], [["region", 3]], []])
+def test_a_module_s_damaged_choices_are_refused(choices):
+    region = PlannedRegion("m", 2, 4096, (("region", 1), ("once", 1)), 0.1, "")
+    values = json.loads(Plan(1 << 30, "planned", regions=(region,)).text())
+    assert Plan.from_dict(values).regions == (region,)
+    values["regions"][0]["choices"] = choices
+    with pytest.raises(UsageError, match="not a plan"):
+        Plan.from_dict(values)

@@ -18,7 +18,7 @@ from backstash._plan.solve import follow, whole_calls
 from backstash._plan.table import REGION, Problem, left_blocks
 from backstash._plan.trace import Links, Moment, Option, RegionCut, Trace, TracedBlock, TracedRegion
 from backstash.errors import InplaceError
-from backstash.plan import StepFigures, _planned_regions
+from backstash.plan import StepFigures, _planned_regions, plan_of
 from backstash.testing import CountedDevice, stash_on
 from counted_memory import MIB, OTHER, CountedMemory
 from long_tests import mostly_long
@@ -374,6 +374,27 @@ def test_a_recomputed_call_whose_input_moves_is_managed():
     assert left_bytes([*again[:3], "disk", *again[4:]], saves) == (0, 0, MIB, MIB)
 
 
+def test_a_plan_counts_no_block_and_no_time_of_what_is_left():
+    """After the last block that is not kept, and in calls that are left: none of it is managed."""
+    trace = trace_of_calls()
+    options = {"keep": Option(MIB, 0.25), "disk": Option(0, 0.5, 0, MIB)}
+    blocks = tuple(replace(each, options=options) for each in trace.blocks)
+    small = tuple(replace(each, small_bytes=100) for each in trace.regions)
+    trace = replace(trace, blocks=blocks, regions=small)
+    choices = [REGION, REGION, "keep", "keep", "keep", "disk", *["keep"] * 5]
+    solution = follow(trace, ("keep", *choices), Windows(0, 0), allowed=["keep", "disk", REGION])
+    assert solution.left_after == 7
+    plan = plan_of(1 << 30, trace, solution, 1, 0)
+    (held,), (calls,) = plan.classes, plan.regions
+    assert plan.left_after == 3, "0 and 3, which calls are given, and 6, which moves"
+    assert held.seconds == 0.25 + 0.25 + 0.5
+    assert calls.choices == ((REGION, 1), ("left", 1), ("once", 1), ("left", 1))
+    assert calls.left_bytes == (MIB + 100, 3 * MIB + 100, 0, 3 * MIB + 100)
+    blocks = (*blocks[:11], replace(blocks[11], group="larger", nbytes=20 * MIB))
+    plan = plan_of(1 << 30, replace(trace, blocks=blocks), solution, 1, 0)
+    assert [each.name for each in plan.classes] == ["larger", ""], "the largest one first"
+
+
 def test_as_few_whole_calls_as_the_budget_allows():
     trace, windows = trace_of_calls(), Windows(0, 0)
     peaks, choices = [], []
@@ -475,6 +496,24 @@ def test_whole_calls_are_tried_once_unless_they_are_predicted_to_take_long(secon
         solving.take()
         solving.end_trial()
         assert solving.found[1].choices == ("disk",) * 3 + ("keep",) * 9 and not solving.is_trying
+
+
+def test_whole_calls_are_tried_again_for_another_trace_and_never_if_they_are_the_plan():
+    trace, every = trace_of_calls(), tuple(REGION if at % 3 else "keep" for at in range(12))
+    held = follow(trace, every, Windows(0, 0), allowed=["keep", REGION]).forecast.peak_bytes
+    fewest = whole_calls(trace, held, Windows(0, 0)).choices
+    assert not solving_of(fewest, trace).try_whole_calls(held)
+    solving = solving_of(("disk",) * 3 + ("keep",) * 9, trace)
+    solution = solving.taken[1]
+    assert solving.try_whole_calls(held + 8 * MIB)
+    for again, tries in ((trace, False), (replace(trace), True)):
+        solving.found = trace, solution, 1
+        solving.take()
+        solving.begin(again, 1 << 30, allowed=["keep", "disk", REGION])
+        solving.wait()
+        solving.found = again, solution, 1
+        solving.take()
+        assert solving.try_whole_calls(held + 8 * MIB) is tries
 
 
 def test_a_plan_that_was_tried_stays_only_if_it_is_faster():

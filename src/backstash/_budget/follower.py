@@ -274,10 +274,11 @@ class Follower:
         return ONCE if self.left_bytes(name, index) is None else LEFT
 
     def left_bytes(self, name: str, index: int) -> int | None:
-        """Return the bytes that the forward may hold unmanaged; ``None`` if it is managed."""
+        """Return the bytes that the forward may hold unmanaged; ``None`` if it is managed. For a forward that
+        :meth:`way_of` finds planned."""
         assert self._regions is not None
-        nbytes = self._regions.left_bytes(name, index) if self._tier is not None else None
-        if nbytes is None or self._shape.is_larger or self.choices is None:
+        nbytes = self._regions.left_bytes(name, index)
+        if nbytes is None:
             return None
         # If more is held than planned, even what was to stay may have to move.
         if self._is_over or self._recording.is_shared:
