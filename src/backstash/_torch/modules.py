@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .lookup import optional
-from .module_parts import child_of, own_buffers, own_parameters
+from .module_parts import own_buffers, own_parameters
 from .storages import storage_identity
 from .tensors import flattened, is_wrapper_subclass
 
@@ -177,9 +177,12 @@ def _path_under(parent: nn.Module, child: nn.Module) -> str:
     if known:
         found: Any = parent
         for name in known.split("."):
-            found = child_of(found, name) if found is not None else None
-        if found is child:
-            return known
+            if name not in found._modules:
+                break
+            found = found._modules[name]
+        else:
+            if found is child:
+                return known
     for path, module in parent.named_modules():
         if module is child and path:
             if len(_paths) >= _MOST_PATHS:
