@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from backstash._device import pinned_pool as _pinned_pool
 from backstash._device.base import Completion
 from backstash._device.pinned_pool import PinnedPool
 from backstash._runtime.reclaim import ReclaimQueue
@@ -164,6 +165,24 @@ def test_without_a_wait_there_is_a_buffer_or_none():
     assert place.buffers.take_idle(PAGE) is None and cleanup.written.waits == 0
     cleanup.written.over = True
     assert place.buffers.take_idle(PAGE) is not None
+
+
+def test_more_memory_is_pinned_rather_than_asking_for_all_transfers(monkeypatch):
+    """A host that is ahead of its device may have deferred hundreds, which would be asked for at each save."""
+    monkeypatch.setattr(_pinned_pool, "_SLAB_BYTES", 8 * PAGE)
+    place = Place(pages=16)
+    left = [place.left(place.pool.take(PAGE)) for _ in range(8)]
+    for each in left:
+        place.buffers.defer(each)
+    last = left[-1].buffer
+    left[-1].written.over = True
+    for each in left:
+        each.written.looks = 0
+    taken = [place.buffers.take(PAGE)]
+    assert taken[0] is not last
+    assert sum(each.written.looks for each in left) <= 4
+    taken += place.fill()
+    assert place.buffers.take(PAGE) is last
 
 
 def test_a_write_that_has_ended_lets_its_buffer_be_evicted():

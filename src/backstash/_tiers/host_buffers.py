@@ -20,6 +20,8 @@ from .host_writeback import HostWriteback
 
 __all__ = ["HostBuffers"]
 
+_LOOKED_AT = 4  # transfers, mostly the next to end, that are asked for before more memory is pinned
+
 
 class HostBuffers:
     """Finds free buffers, and waits for one if necessary. The caller holds the stash's lock.
@@ -70,7 +72,7 @@ class HostBuffers:
         """Return a buffer that is free or can be freed without waiting; ``None`` if there is none."""
         buffer = self._pool.take(nbytes, may_grow=False)
         if buffer is None:
-            self.sweep()  # before pinning more memory
+            self.sweep(most=_LOOKED_AT)  # before pinning more memory
             buffer = self._pool.take(nbytes)
         while buffer is None and (self.sweep() or self._evict()):
             buffer = self._pool.take(nbytes)
@@ -89,16 +91,23 @@ class HostBuffers:
         while self._deferred and self._deferred[0].at_rest():
             self._give_back(self._deferred.popleft())
 
-    def sweep(self) -> bool:
-        """Free buffers whose transfers completed. Return whether a buffer became free or evictable."""
+    def sweep(self, most: int | None = None) -> bool:
+        """Free buffers whose transfers completed. Return whether a buffer became free or evictable.
+
+        Args:
+            most: how many of the deferred cleanups whose transfers have not ended are looked at; ``None``: all.
+        """
         self._pool.settle()
-        found = False
-        for _ in range(len(self._deferred)):
-            if self._deferred[0].at_rest():
-                self._give_back(self._deferred.popleft())
+        found, waiting = False, 0
+        most = len(self._deferred) if most is None else most
+        while waiting < min(most, len(self._deferred)):
+            if self._deferred[waiting].at_rest():
+                cleanup = self._deferred[waiting]
+                del self._deferred[waiting]
+                self._give_back(cleanup)
                 found = True
             else:
-                self._deferred.rotate(-1)
+                waiting += 1
         for _ in range(len(self._staging)):
             ref = self._staging.popleft()
             load = ref()
