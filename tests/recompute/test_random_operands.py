@@ -105,9 +105,22 @@ class Small(nn.Module):
         return torch.sin(torch.exp(x * 0.1) + self.noise)
 
 
+class Repeated(nn.Module):
+    """Fills a buffer that is too large to be copied, but small beside what is computed from it."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("noise", torch.zeros(ROWS, WIDTH))
+
+    def forward(self, x):
+        self.noise.normal_()
+        return torch.sin(torch.exp(x * 0.1 * torch.ones(8, 1, 1)) + self.noise)
+
+
+@pytest.mark.parametrize("make", [Small, Repeated])
 @pytest.mark.parametrize("write", ["zero_", "normal_", "data", "another call"])
-def test_small_noise_that_nothing_saves_is_copied(write):
-    """So the program may write to it before backward, as in plain PyTorch."""
+def test_the_program_may_write_to_noise_that_nothing_saves(write, make):
+    """As in plain PyTorch: what is small is copied, and nothing else is held for a replay."""
 
     def gradients(net, context):
         torch.manual_seed(0)
@@ -125,8 +138,8 @@ def test_small_noise_that_nothing_saves_is_copied(write):
             found += torch.autograd.grad(loss, x)
         return found
 
-    plain = gradients(Small(), nullcontext())
-    net, stash = Small(), Stash(min_bytes=0, verify="first")
+    plain = gradients(make(), nullcontext())
+    net, stash = make(), Stash(min_bytes=0, verify="first")
     with stash.recompute(net):
         assert all(map(torch.equal, gradients(net, stash), plain))
     assert stash.stats().recomputed_bytes
@@ -156,3 +169,76 @@ def test_noise_at_the_identity_of_what_was_saved_is_not_held():
             loss.backward()
     stash.close()
     assert max(alive) <= 1 and not any(alive[2:])
+
+
+class Widened(torch.autograd.Function):
+    """Makes twenty times as much, which nothing saves."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * torch.ones(20, 1, 1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.sum(0)
+
+
+class Wide(nn.Module):
+    """Uses a sum of what no replay computes, and records how much of that is alive as the forward ends."""
+
+    def forward(self, x):
+        storages = []
+        for _ in range(6):
+            wide = Widened.apply(x)
+            storages.append(weakref.ref(wide.untyped_storage()))
+            x = torch.sin(x + wide.sum(0))
+            del wide
+        self.alive = sum(each() is not None for each in storages)
+        return x
+
+
+def test_what_takes_more_than_it_frees_is_not_held():
+    net, stash = Wide(), Stash(min_bytes=0)
+    with stash.recompute(net):
+        for _ in range(4):
+            x = torch.randn(ROWS, WIDTH, requires_grad=True)
+            (found,) = torch.autograd.grad(net(x).sum(), x)
+            assert not net.alive
+            (plain,) = torch.autograd.grad(Wide()(x).sum(), x)
+            assert torch.equal(found, plain)
+    assert any("takes more than half" in reason for reason in stash.stats().left)
+    stash.close()
+
+
+class Narrow(nn.Module):
+    """Uses a small part of what no replay computes many times."""
+
+    def forward(self, x):
+        part = Widened.apply(x[: ROWS // 2, : WIDTH // 40])[0].sum(1)
+        part = Identity.apply(part[:, None] * torch.ones(WIDTH))
+        return torch.sin(torch.cat([x, x]) + torch.cat([part] * 4)).cos()
+
+
+class Identity(torch.autograd.Function):
+    """Computes what no replay does."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+def test_what_takes_less_than_it_frees_is_held():
+    net, stash = Narrow(), Stash(min_bytes=0)
+    with stash.recompute(net):
+        for _ in range(4):
+            before = stash.stats().recomputed_bytes
+            x = torch.randn(ROWS, WIDTH, requires_grad=True)
+            (found,) = torch.autograd.grad(net(x).sum(), x)
+            (plain,) = torch.autograd.grad(Narrow()(x).sum(), x)
+            assert torch.equal(found, plain)
+            assert stash.stats().recomputed_bytes - before >= 2 * 2 * x.nbytes
+    stash.close()

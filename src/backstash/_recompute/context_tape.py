@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._saved.entry import Entry, WrapperEntry
 from .._torch.schemas import ALLOCATES, Operation
-from .operations import Op, Outside, Place, State, is_small, leaf_of
+from .operations import Memory, Op, Outside, Place, State, is_small, leaf_of
 from .tape import Tape
 
 __all__ = ["ContextTape"]
@@ -68,8 +68,8 @@ class ContextTape(Tape):  # type: ignore[no-untyped-call]
         if operation.writes:
             self.stop()
 
-    def _hold(self, state: State | None, tensor: Tensor, op: Op) -> Outside:
-        outside = self._outside_at(state, tensor)
+    def _hold(self, memory: Memory | None, tensor: Tensor, op: Op) -> Outside:
+        outside = self._outside_at(memory.state if memory is not None else None, tensor)
         op.before.append(outside)
         return outside
 

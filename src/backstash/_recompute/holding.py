@@ -12,6 +12,7 @@ from torch import Tensor
 from .._torch.schemas import Operation
 from .._torch.storages import storage_identity
 from .operations import (
+    Memory,
     Needs,
     Op,
     Outside,
@@ -29,6 +30,7 @@ __all__ = ["HoldingTape"]
 
 _UNSAVED = "it depends on a tensor that PyTorch does not save and that programs may change"
 _RANDOM = "it depends on random numbers that PyTorch does not save"
+_LARGE = "it depends on a tensor that PyTorch does not save, and which takes more than half as much"
 _INFERENCE = "it depends on a tensor made in inference mode, whose changes PyTorch does not count"
 
 
@@ -71,29 +73,38 @@ class HoldingTape(Tape):  # type: ignore[no-untyped-call]
             if (tensor := tensors.pop(each, None)) is not None and each in held:
                 held[each][0] = copied(tensor)
 
-    def _hold(self, state: State | None, tensor: Tensor, op: Op) -> Outside:
+    def _hold(self, memory: Memory | None, tensor: Tensor, op: Op) -> Outside:
+        state = memory.state if memory is not None else None
         outside = self._outside_at(state, tensor)
         # Another forward that did the same may have the operand, too.
         if outside not in self._held:
-            if (outside.is_random or outside.is_alias) and outside not in self.tensors:
-                self._drop_unsaved()
+            if outside not in self.tensors and memory is not None:
+                self._note_unsaved(outside, memory)
             self.tensors.setdefault(outside, tensor)
         if self.steps is not None:
             self.outside_states[outside] = state
         op.before.append(outside)
         return outside
 
-    def _drop_unsaved(self) -> None:
-        """Refer no longer to random numbers and aliases that no operation saved, which the program may have
-        freed."""
-        for each in [each for each in self.tensors if each.is_random or each.is_alias]:
+    def _note_unsaved(self, outside: Outside, memory: Memory) -> None:
+        """Note whether the forward computed this operand, and refer no longer to those before that it computed
+        and that no operation saved: the program may have freed them."""
+        if outside.is_random:
+            outside.unsaved = _RANDOM
+        elif memory.state.reason == ALIAS:
+            outside.unsaved = ALIAS
+        elif memory.is_made:
+            outside.unsaved = _LARGE
+        if not outside.unsaved:
+            return
+        for each in [each for each in self.tensors if each.unsaved]:
             tensor = self.tensors[each]
             if not (is_small(tensor) or self._is_held_anyway(tensor)):
                 del self.tensors[each]
 
     def _is_held_anyway(self, tensor: Tensor) -> bool:
         """Whether autograd saves ``tensor``, so that holding it for a replay takes no memory. Otherwise what
-        was computed from it is held, which usually takes as much."""
+        was computed from it is held, unless that takes much more."""
         # An operation may save what it then fills.
         return self._was_saved(tensor) or self._was_saved(tensor, earlier=1)
 
@@ -118,11 +129,12 @@ class HoldingTape(Tape):  # type: ignore[no-untyped-call]
                 self.given[state] = given
             self._memories[storage_identity(tensor.untyped_storage())].state = given
 
-    def want(self, state: State, pack: Callable[[Tensor, bool], object]) -> str:
+    def want(self, state: State, nbytes: int, pack: Callable[[Tensor, bool], object]) -> str:
         """Hold what a replay of ``state`` needs.
 
         Args:
             state: the state to be discarded.
+            nbytes: how much that frees.
             pack: hold a tensor in the stash; its second argument is whether the tensor holds random numbers.
 
         Returns:
@@ -132,7 +144,7 @@ class HoldingTape(Tape):  # type: ignore[no-untyped-call]
             return state.reason
         new = self._latest = self._leading_to(state)
         needed = [each for op in new for each in op.before]
-        reason = self.hold(needed, pack)
+        reason = self.hold(needed, nbytes, pack)
         if not reason:
             before = [state.maker, *(each.state.maker for op in new for each in op.reads)]
             self.note_needs(new, needed, before)
@@ -165,16 +177,19 @@ class HoldingTape(Tape):  # type: ignore[no-untyped-call]
         """Return what a replay of ``state`` needs, after :meth:`want`."""
         return self._needs[state.maker] if state.maker is not None else None
 
-    def hold(self, needed: Collection[Outside], pack: Callable[[Tensor, bool], object]) -> str:
-        """Hold these operands: see :meth:`want`."""
+    def hold(
+        self, needed: Collection[Outside], nbytes: int, pack: Callable[[Tensor, bool], object]
+    ) -> str:
+        """Hold these operands: see :meth:`want`. What only a replay needs may take half of ``nbytes``."""
         tensors, held = self.tensors, self._held
         copies: set[Outside] = set()
+        only_for_replays: dict[int, int] = {}  # bytes by the identity of the storage
         for each in needed:
             if each in held:
                 continue
             tensor = tensors.get(each)
-            if tensor is None and (each.is_random or each.is_alias):
-                return _RANDOM if each.is_random else ALIAS
+            if tensor is None and each.unsaved:
+                return each.unsaved
             if tensor is None or (each.kind[0] and self.state_of(tensor) is None):
                 return CHANGED  # perhaps by another thread
             try:
@@ -182,16 +197,17 @@ class HoldingTape(Tape):  # type: ignore[no-untyped-call]
             except RuntimeError:  # a view without a graph, of what has got one since
                 return CHANGED
             # The program may write a buffer before backward; that is no error if autograd did not save it.
-            is_random = each.is_random and not tensor.is_inference()
-            if is_random and self._is_held_anyway(tensor):
+            is_inference = tensor.is_inference()
+            if each.unsaved and not (is_small(tensor) or self._is_held_anyway(tensor)):
+                storage = tensor.untyped_storage()
+                only_for_replays[storage_identity(storage)] = storage.nbytes()
+                if each.unsaved != _LARGE or sum(only_for_replays.values()) > nbytes // 2:
+                    return each.unsaved
+            elif each.is_random and not is_inference and self._is_held_anyway(tensor):
                 continue
             if not tensor.requires_grad and is_small(tensor):
                 copies.add(each)
-            elif is_random:
-                return _RANDOM
-            elif each.is_alias and not self._was_saved(tensor):
-                return ALIAS
-            elif tensor.is_inference():
+            elif is_inference:
                 return _INFERENCE
             elif not self.reads_unsaved and not self._was_saved(tensor):
                 if not is_small(tensor, also_trained=True):

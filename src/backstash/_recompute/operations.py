@@ -250,13 +250,13 @@ class Outside:
     __slots__ = (
         "__weakref__",
         "copy",
-        "is_alias",
         "is_lost",
         "is_random",
         "kept",
         "kind",
         "leaf",
         "state",
+        "unsaved",
     )
 
     def __init__(
@@ -268,8 +268,9 @@ class Outside:
         """Its place and device, for the keys of states computed from it."""
         self.is_random = is_random
         """Whether it holds random numbers, which usually pack well: a dropout mask has two values."""
-        self.is_alias = False
-        """Whether the forward made its memory, and an alias of it may have been written to unseen."""
+        self.unsaved = ""
+        """If the forward itself computed it: why what is computed from it is not recomputed, should autograd
+        not save it."""
         self.leaf: weakref.ref[Tensor] | None = None
         """On a context's tape: the parameter that it is, or is a view of."""
         self.kept: weakref.ref[torch.UntypedStorage] | None = None

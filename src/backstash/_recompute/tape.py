@@ -506,8 +506,8 @@ class Tape(SilentMode):
 
     # Operands.
 
-    def _hold(self, state: State | None, tensor: Tensor, op: Op) -> Outside:
-        """Return the operand of ``op`` that no replay computes: ``tensor``, whose memory has this state."""
+    def _hold(self, memory: Memory | None, tensor: Tensor, op: Op) -> Outside:
+        """Return the operand of ``op`` that no replay computes: ``tensor``, which has this memory."""
         raise NotImplementedError
 
     def _new_outside(
@@ -602,7 +602,7 @@ class Tape(SilentMode):
             return self._hold(None, tensor, op)
         state = memory.state
         if state.reason and (is_read or state.reason != ALLOCATES):
-            return self._hold(state, tensor, op)
+            return self._hold(memory, tensor, op)
         place = place_of(tensor)
         if place[0].is_complex:
             self._is_complex = True
@@ -623,7 +623,6 @@ class Tape(SilentMode):
         if outside is None:
             is_random = state.reason.endswith(RANDOM)
             outside = self._new_outside(tensor, place, state, is_random=is_random)
-            outside.is_alias = state.reason == ALIAS
             state.outside[place] = outside
         return outside
 
