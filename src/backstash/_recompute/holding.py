@@ -78,7 +78,9 @@ class HoldingTape(Tape):  # type: ignore[no-untyped-call]
         outside = self._outside_at(state, tensor)
         # Another forward that did the same may have the operand, too.
         if outside not in self._held:
-            if outside not in self.tensors and memory is not None:
+            if memory is None:
+                outside.seen = self._seen(tensor)
+            elif outside not in self.tensors:
                 self._note_unsaved(outside, memory)
             self.tensors.setdefault(outside, tensor)
         if self.steps is not None:
@@ -101,6 +103,20 @@ class HoldingTape(Tape):  # type: ignore[no-untyped-call]
             tensor = self.tensors[each]
             if not (is_small(tensor) or self._is_held_anyway(tensor)):
                 del self.tensors[each]
+
+    def _shows(self, tensor: Tensor, operand: Outside) -> bool:
+        """Whether a tensor still shows what the operation read. Once the memory was written to unseen, a later
+        operation that reads it begins another state."""
+        if not operand.kind[0]:
+            return operand.seen == self._seen(tensor)
+        state = self.state_of(tensor)
+        if state is None or state.outside is None:
+            return False
+        return state.outside.get(operand.kind[0]) is operand
+
+    def _seen(self, tensor: Tensor) -> object:
+        # A sparse tensor does not count what is written through values().
+        return version_of(tensor), self._outer_writes
 
     def _is_held_anyway(self, tensor: Tensor) -> bool:
         """Whether autograd saves ``tensor``, so that holding it for a replay takes no memory. Otherwise what
@@ -190,7 +206,7 @@ class HoldingTape(Tape):  # type: ignore[no-untyped-call]
             tensor = tensors.get(each)
             if tensor is None and each.unsaved:
                 return each.unsaved
-            if tensor is None or (each.kind[0] and self.state_of(tensor) is None):
+            if tensor is None or not self._shows(tensor, each):
                 return CHANGED  # perhaps by another thread
             try:
                 _ = tensor.is_leaf

@@ -255,6 +255,7 @@ class Outside:
         "kept",
         "kind",
         "leaf",
+        "seen",
         "state",
         "unsaved",
     )
@@ -268,6 +269,8 @@ class Outside:
         """Its place and device, for the keys of states computed from it."""
         self.is_random = is_random
         """Whether it holds random numbers, which usually pack well: a dropout mask has two values."""
+        self.seen: object = None
+        """Of a tensor whose memory cannot be identified: what shows whether something has written to it."""
         self.unsaved = ""
         """If the forward itself computed it: why what is computed from it is not recomputed, should autograd
         not save it."""

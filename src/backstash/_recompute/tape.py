@@ -124,6 +124,7 @@ class Tape(SilentMode):
         self._sweep_at = _LEAST_SWEPT
         self._count = self._states = 0
         self._written: Sequence[Memory] = ()  # by the latest operation
+        self._outer_writes = 0  # how often one has written to memory that no operation has made
         # Whether a result of it shares memory with an argument, but not the version counter.
         self._has_new_root = False
         self._task = task_or_none()
@@ -399,6 +400,7 @@ class Tape(SilentMode):
             written.append(memory)
             if not write.is_statistic:
                 memory.begin_write(write.tensor)
+            self._outer_writes += not memory.is_made
             memory.state.is_over = True
             if memory.state.outside:
                 self._lose(memory.state.outside)
