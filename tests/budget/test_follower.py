@@ -59,12 +59,6 @@ def test_a_step_that_is_planned_or_measured_or_larger_or_tries_modules_has_hooks
     assert not follower_of(**given).fits_unseen()
 
 
-def test_after_a_step_that_exceeded_the_budget_all_have_hooks():
-    follower = follower_of()
-    follower.has_exceeded = True
-    assert not follower.fits_unseen()
-
-
 def test_where_no_space_is_left_the_memory_is_read_at_each_block_and_for_no_part_again():
     parts = []
     guard = SimpleNamespace(part_of_what_is_left=lambda *given: parts.append(given) or -1)

@@ -66,8 +66,6 @@ class Follower:
         """The current plan."""
         self.choices: Choices | None = None
         """The plan's choices; ``None`` if there is no plan yet."""
-        self.has_exceeded = False
-        """Whether a step under a plan exceeded the budget."""
         self._tier = tier
         self._regions = regions
         self._limits, self._guard, self._shape = limits, guard, shape
@@ -179,7 +177,7 @@ class Follower:
     def fits_unseen(self) -> bool:
         """See :meth:`Controller.fits_unseen`."""
         plan, shape = self.plan, self._shape
-        if not self.is_left or plan.predicted is None or self.has_exceeded:
+        if not self.is_left or plan.predicted is None:
             return False
         if self._recording.is_on or shape.is_larger or shape.expects_larger:
             return False
@@ -202,7 +200,7 @@ class Follower:
         if self._unlooked_bytes < 0:
             self._look()
         if self._leaves_alone(self._shape.counted - 1):
-            return "recompute" if self._must_recompute(block) else ""
+            return ""
         group = self._class(block.cleanup.module, tensor, block.nbytes, modules)
         if self._recording.is_on:
             self._recording.note_class(block.cleanup.serial, group)
@@ -366,7 +364,7 @@ class Follower:
     def _recomputes_unknown(self) -> bool:
         """Whether to recompute blocks that the plan does not know, because nothing could move if they were too
         many."""
-        return self._tier is None and (not self.is_left or self.has_exceeded)
+        return self._tier is None and not self.is_left
 
 
 def _made_by(tensor: Tensor) -> str:

@@ -233,7 +233,7 @@ class Planner(Controller):
         if self.follower.is_loaded:
             self.follower.apply_loaded()
             if not first:
-                self._count_exceeding(highest_bytes)
+                self._reports.count(highest_bytes, is_loaded=True)
         elif self.follower.choices is None:
             self._measure(record, seconds, ended.asked_bytes)
         elif not first:
@@ -258,7 +258,7 @@ class Planner(Controller):
         else:  # it may have saved more than assumed; the next step is checked
             self._reports.note_unseen(found.peak_bytes)
             found = replace(found, peak_bytes=min(found.peak_bytes, self._budget))
-        self._count_exceeding(found.peak_bytes)
+        self._reports.count(found.peak_bytes, is_loaded=False)
         if ended.was_larger:
             self._plan_for_larger(record, ended.asked_bytes)
             return
@@ -569,11 +569,6 @@ class Planner(Controller):
     def _named(self) -> str:
         where = f" of {self._device_name}" if self._device is not None else ""
         return f"budget={format_bytes(self._budget)}{where}"
-
-    def _count_exceeding(self, highest_bytes: int) -> None:
-        is_loaded = self.follower.is_loaded
-        if self._reports.count(highest_bytes, is_loaded=is_loaded):
-            self.follower.has_exceeded = True
 
     def _watch(
         self, record: StepRecord | None, found: StepFigures, looked_bytes: int, *, is_alike: bool
