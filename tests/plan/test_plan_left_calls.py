@@ -384,14 +384,14 @@ def test_a_plan_counts_no_block_and_no_time_of_what_is_left():
     choices = [REGION, REGION, "keep", "keep", "keep", "disk", *["keep"] * 5]
     solution = follow(trace, ("keep", *choices), Windows(0, 0), allowed=["keep", "disk", REGION])
     assert solution.left_after == 7
-    plan = plan_of(1 << 30, trace, solution, 1, 0)
+    plan = plan_of(1 << 30, trace, solution, 0)
     (held,), (calls,) = plan.classes, plan.regions
     assert plan.left_after == 3, "0 and 3, which calls are given, and 6, which moves"
     assert held.seconds == 0.25 + 0.25 + 0.5
     assert calls.choices == ((REGION, 1), ("left", 1), ("once", 1), ("left", 1))
     assert calls.left_bytes == (MIB + 100, 3 * MIB + 100, 0, 3 * MIB + 100)
     blocks = (*blocks[:11], replace(blocks[11], group="larger", nbytes=20 * MIB))
-    plan = plan_of(1 << 30, replace(trace, blocks=blocks), solution, 1, 0)
+    plan = plan_of(1 << 30, replace(trace, blocks=blocks), solution, 0)
     assert [each.name for each in plan.classes] == ["larger", ""], "the largest one first"
 
 
@@ -413,11 +413,8 @@ def test_as_few_whole_calls_as_the_budget_allows():
 
 def solving_of(choices, trace):
     solving = Solving((0, 0), {})
-    solving.found = (
-        trace,
-        follow(trace, choices, Windows(0, 0), allowed=["keep", "disk", REGION]),
-        1,
-    )
+    found = follow(trace, choices, Windows(0, 0), allowed=["keep", "disk", REGION])
+    solving.found = trace, found
     solving.take()
     return solving
 
@@ -428,7 +425,7 @@ def test_the_plan_whose_steps_took_the_least_time_is_followed_again():
     solving = solving_of(first, trace)
     solving.timed(StepFigures(0, 1.0))
     assert not solving.is_new
-    solving.found = trace, replace(solving.taken[1], choices=second), 1
+    solving.found = trace, replace(solving.taken[1], choices=second)
     solving.take()
     solving.timed(StepFigures(0, 1.04))
     assert not solving.is_new, "that much is noise"
@@ -439,8 +436,8 @@ def test_the_plan_whose_steps_took_the_least_time_is_followed_again():
     assert solving.measured == StepFigures(0, 1.0)
     solving.timed(StepFigures(0, 2.0))
     assert not solving.is_new, "the other one was left for good"
-    trace, solution, smallest = solving.taken
-    solving.found = trace, replace(solution, windows=Windows(MIB, MIB)), smallest
+    trace, solution = solving.taken
+    solving.found = trace, replace(solution, windows=Windows(MIB, MIB))
     solving.take()
     assert solving.measured is None, "other windows take another time"
 
@@ -452,12 +449,12 @@ def test_what_was_timed_is_forgotten_once_the_trace_changed():
     budget = 1 << 40
     solving.begin(trace, budget, allowed=["keep", "disk"])
     solving.wait()
-    solving.found = (solving.found[0], solving.taken[1], 1)
+    solving.found = (solving.found[0], solving.taken[1])
     solving.take()
     assert solving.measured is not None
     solving.begin(replace(trace, links=Links(1.0, 1.0)), budget, allowed=["keep", "disk"])
     solving.wait()
-    solving.found = (solving.found[0], solving.taken[1], 1)
+    solving.found = (solving.found[0], solving.taken[1])
     solving.take()
     assert solving.measured is None
 
@@ -467,7 +464,7 @@ def test_a_plan_that_exceeded_the_budget_is_not_followed_again():
     solving = solving_of(("keep",) * 12, trace)
     solving.timed(StepFigures(0, 1.0))
     solving.give_up(("keep",) * 12)
-    solving.found = trace, replace(solving.taken[1], choices=("disk", *["keep"] * 11)), 1
+    solving.found = trace, replace(solving.taken[1], choices=("disk", *["keep"] * 11))
     solving.take()
     solving.timed(StepFigures(0, 2.0))
     assert not solving.is_new
@@ -489,7 +486,7 @@ def test_whole_calls_are_tried_once_unless_they_are_predicted_to_take_long(secon
         assert solving.is_new and REGION in solving.found[1].choices
         solving.take()
         assert solving.is_trying
-        trial, solving.found = solving.taken, (trace, solving.taken[1], 1)
+        trial, solving.found = solving.taken, (trace, solving.taken[1])
         solving.take()
         assert not solving.is_trying, "another plan is followed instead"
         solving.found = trial
@@ -507,11 +504,11 @@ def test_whole_calls_are_tried_again_for_another_trace_and_never_if_they_are_the
     solution = solving.taken[1]
     assert solving.try_whole_calls(held + 8 * MIB)
     for again, tries in ((trace, False), (replace(trace), True)):
-        solving.found = trace, solution, 1
+        solving.found = trace, solution
         solving.take()
         solving.begin(again, 1 << 30, allowed=["keep", "disk", REGION])
         solving.wait()
-        solving.found = again, solution, 1
+        solving.found = again, solution
         solving.take()
         assert solving.try_whole_calls(held + 8 * MIB) is tries
 

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 
 from backstash._plan.mixed import mixed
-from backstash._plan.simulate import Windows
 from backstash._plan.solve import solve, solve_with_cuts
 from backstash._plan.table import REGION, Problem, absent_operands
 from backstash._plan.trace import Links, Moment, Option, RegionCut, Trace, TracedBlock, TracedRegion
@@ -70,7 +69,7 @@ def test_no_more_is_recomputed_than_the_budget_needs():
     """Also of many calls, of which only some numbers of changes are tried otherwise."""
     trace = trace_of_calls(rate=1e-3)
     for gone in range(1, CALLS + 1):
-        tried = mixed(trace, (2 * CALLS - gone) * MIB, NAMES, Windows(0, 0), 1)
+        tried = mixed(Problem(trace, (2 * CALLS - gone) * MIB, NAMES), 1)
         parts = [sum(recomputed(trace, one)) for one, _ in tried if one.fits]
         assert gone in parts, (gone, parts)
 
@@ -86,13 +85,13 @@ def test_what_transfers_hide_is_moved_and_not_recomputed():
 
 def test_what_only_a_replay_reads_is_there_only_with_it():
     trace = trace_of_calls(operands=True)
-    problem, windows = Problem(trace, 0, NAMES), Windows(0, 0)
+    problem = Problem(trace, 0, NAMES)
     keep = ["keep"] * len(trace.blocks)
-    assert problem.forecast(keep, windows).peak_bytes == 2 * CALLS * MIB
+    assert problem.forecast(keep).peak_bytes == 2 * CALLS * MIB
     for member in trace.regions[0].members:
         keep[member] = REGION
     # Two blocks less, and the one that their replay reads more.
-    assert problem.forecast(keep, windows).peak_bytes == (2 * CALLS - 1) * MIB
+    assert problem.forecast(keep).peak_bytes == (2 * CALLS - 1) * MIB
     assert sum(each.resident_bytes for each in trace.left_alone()) == 2 * CALLS * MIB
     assert absent_operands(trace.regions, [0]) == {2 + 3 * at for at in range(1, CALLS)}
     shared = [replace(each, operands=(2,)) for each in trace.regions]
@@ -114,7 +113,7 @@ def test_what_only_a_replay_reads_is_held_until_then():
     for region in early.regions[:3]:
         for member in region.members:
             names[member] = REGION
-    found = Problem(early, 0, NAMES).forecast(names, Windows(0, 0))
+    found = Problem(early, 0, NAMES).forecast(names)
     assert found.peak_bytes == found.resident_peak_bytes == (2 * CALLS - 3) * MIB
-    kept = Problem(early, 0, NAMES).forecast(["keep"] * len(early.blocks), Windows(0, 0))
+    kept = Problem(early, 0, NAMES).forecast(["keep"] * len(early.blocks))
     assert kept.peak_bytes == 2 * CALLS * MIB

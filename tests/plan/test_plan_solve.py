@@ -446,7 +446,7 @@ def test_members_of_regions_that_run_again_are_counted_as_no_blocks():
     choices = ("disk", "region", "region", "region", "disk", *["keep"] * 5)
     forecast = simulate(trace, trace.left_alone(), NONE)
     solution = Solution(choices, NONE, forecast, 0.0, fits=True, left_after=5)
-    plan = plan_of(200 * MIB, trace, solution, MIB, 0)
+    plan = plan_of(200 * MIB, trace, solution, 0)
     assert plan.left_after == 2
     assert sum(each.blocks for each in plan.classes) == 10
 
@@ -474,8 +474,7 @@ def test_of_solutions_that_take_the_same_time_the_one_that_moves_least_is_the_be
 
 def searched(trace, budget, windows=NONE):
     allowed = ["keep", "disk", "recompute"]
-    reserved = windows.inflight_bytes, windows.prefetch_bytes
-    return Search(Problem(trace, budget, allowed, reserved), windows, 1e-9)
+    return Search(Problem(trace, budget, allowed, windows), 1e-9)
 
 
 def test_a_pair_is_swapped_where_neither_change_alone_is_possible():
@@ -627,10 +626,10 @@ def test_no_choice_takes_less_than_the_bound(seed):
     trace = alternating(draw, 5)
     most, least = simulate(trace, trace.left_alone(), NONE).peak_bytes, smallest_budget(trace)
     sizes = [MIB << n for n in (0, 1, 4)]
-    problem = Problem(trace, most, ("keep", "disk", "recompute"))
+    allowed = ("keep", "disk", "recompute")
     tried = [
-        problem.forecast(names, Windows(down, up))
-        for names in itertools.product(problem.allowed, repeat=5)
+        Problem(trace, most, allowed, Windows(down, up)).forecast(names)
+        for names in itertools.product(allowed, repeat=5)
         for down in sizes
         for up in sizes
     ]

@@ -34,7 +34,7 @@ from .._core.controller import Controller, Ways
 from .._device.base import Device
 from .._plan.regions import Forward, Regions
 from .._plan.simulate import Windows
-from .._plan.solve import smallest_budget
+from .._plan.solve import left_alone, smallest_budget
 from .._plan.table import REGION, absent_operands, left_blocks
 from .._plan.trace import Links, Option, Trace
 from .._runtime.trace import EventLog
@@ -57,7 +57,7 @@ from .planned import Planned, RecomputedRegion
 from .record import Costs, StepRecord, compared_with_unmanaged, links_of, trace_of
 from .recording import RecordingClock, StepRecording
 from .shape import EndedStep, StepShape
-from .solving import Kept, Solving, left_alone
+from .solving import Kept, Solving
 
 __all__ = ["Planner", "auto_budget", "held_and_spare"]
 
@@ -100,7 +100,6 @@ class Planner(Controller):
         self.min_bytes = _LEAST_BYTES if loaded is None and budget != 1 else MIN_BYTES
         """The smallest storage that moves, if the caller does not say. In the first step smaller ones do, too,
         and after it if the budget cannot be kept otherwise."""
-        self._smallest_bytes = 0  # the largest budget reported as the smallest possible
         self._tier = tier
         self._limits = Limits(windows)
         self._meter = meter(self._limits.held_bytes)
@@ -341,7 +340,7 @@ class Planner(Controller):
         trace = self._traced(first.traced, self._links, costs, priced=first.largest)
         differs = 0
         if first.left_peak_bytes:
-            cached_bytes = first.left_peak_bytes - left_alone(trace)[1].forecast.peak_bytes
+            cached_bytes = first.left_peak_bytes - left_alone(trace).forecast.peak_bytes
             # More than all saved bytes has another cause, for example an evaluation.
             if abs(cached_bytes) <= _saved_by(trace):
                 trace = replace(trace, beside_left_bytes=cached_bytes)
@@ -457,7 +456,7 @@ class Planner(Controller):
             self._shape.await_next()
             return
         left = left_alone(trace)
-        fits = left[2] <= self._target()
+        fits = left.forecast.peak_bytes <= self._target()
         if self._first_steps.keeps_larger and not fits:
             self._first_steps.keeps_larger = False  # the next such step measures what moving costs
             self._shape.await_another()
@@ -466,7 +465,7 @@ class Planner(Controller):
         self._shape.begin_plan(asked_bytes)
         self._corrections.begin_larger()
         if self._first_steps.keeps_larger:
-            self._solving.found = left
+            self._solving.found = trace, left
             self._adopt()
         else:
             self._solve(trace)
@@ -480,9 +479,9 @@ class Planner(Controller):
         trace = first_trace.raised(grown)
         left = left_alone(trace)
         target = self._target()
-        if left[2] <= target:
+        if left.forecast.peak_bytes <= target:
             self._recording.stop()
-            self._solving.found = left
+            self._solving.found = trace, left
             return
         if self._first_steps.tries_again():
             self._begin_first()
@@ -662,12 +661,12 @@ class Planner(Controller):
         is_left = self.follower.is_left
         # The same trace as before: under a plan, memory that the allocator caches when the plan's own tensors
         # die would count as other memory.
-        trace, solution, _ = found
+        trace, solution = found
         blocks = zip(trace.blocks, solution.choices, strict=True)
         moved = sum(block.nbytes for block, name in blocks if name != "keep")
         left, usable = left_alone(trace), usable_bytes(self._budget)
-        if not is_left and self._corrections.leave_all(moved, usable, left[2]):
-            solving.found = left
+        if not is_left and self._corrections.leave_all(moved, usable, left.forecast.peak_bytes):
+            solving.found = trace, left
             return
         if solving.is_trying:
             if measured[0] > self._budget:
@@ -884,21 +883,19 @@ class Planner(Controller):
 
     def _adopt(self, *, begins_step: bool = True) -> None:
         is_first = self._solving.taken is None
-        trace, solution, smallest = self._solving.take()
+        trace, solution = self._solving.take()
         stays = self.regions.all_stays if self.regions is not None else {}
         bias_bytes = self._corrections.bias_bytes
-        plan = plan_of(self._budget, trace, solution, smallest, bias_bytes, stays)
+        plan = plan_of(self._budget, trace, solution, bias_bytes, stays)
         windows = self._limits.given_windows
         plan = replace(plan, device=self._device_name, windows=windows)
-        if plan.state == "too small":  # a reported budget can be kept, and so can any larger one
-            self._smallest_bytes = max(self._smallest_bytes, plan.smallest_budget_bytes or 0)
-            plan = replace(plan, smallest_budget_bytes=self._smallest_bytes)
         self.follower.follow(plan)
         self._plain = plan.plain
         if plan.state == "too small" and (is_first or self._reports.is_too_small):
+            smallest = format_bytes(plan.smallest_budget_bytes or 0)
             self._reports.warn_too_small(
-                f"the smallest that this step can keep is {format_bytes(self._smallest_bytes)}, by an "
-                "estimate with everything moved or recomputed that can be"
+                f"the smallest that this step can keep is {smallest}, by an estimate with everything moved "
+                "or recomputed that can be"
             )
         at_start = trace.moments[0].other_bytes if trace.moments else 0
         is_left = self.follower.is_left

@@ -34,7 +34,7 @@ class Problem:
     budget: int
     allowed: Sequence[str]
     windows: Windows = NO_WINDOWS
-    """Bytes of the budget that are reserved for them, in forward and in backward."""
+    """Of the two directions. The budget has to hold them, in forward and in backward."""
     saves: dict[int, int] = field(init=False, default_factory=dict)
     frees: dict[int, int] = field(init=False, default_factory=dict)
     uses: dict[int, int] = field(init=False, default_factory=dict)
@@ -147,12 +147,12 @@ class Problem:
         options = self.options(block)
         return min(options, key=lambda each: (each[1].resident_bytes, each[1].moved_bytes))[0]
 
-    def forecast(self, choices: Sequence[str], windows: Windows) -> Forecast:
+    def forecast(self, choices: Sequence[str]) -> Forecast:
         """Simulate the step with these choices."""
         again, taken = self.running_again(choices), self.taken(choices)
         for block in absent_operands(self.regions, again):
             taken[block] = _NOTHING
-        return simulate(self.trace, taken, windows, again)
+        return simulate(self.trace, taken, self.windows, again)
 
 
 _NOTHING = Option(0)
