@@ -522,7 +522,7 @@ class Planner(Controller):
             )
 
     def _smallest_of(self, trace: Trace) -> int:
-        return smallest_budget(trace, allowed=self._allowed(), windows=self._limits.given_windows)
+        return smallest_budget(trace, windows=self._limits.given_windows)
 
     def _ran_out(self, *, earlier: bool) -> str:
         """Hold less from now on, if possible: the device ran out of memory within the budget.
@@ -858,10 +858,6 @@ class Planner(Controller):
 
     # Making and following a plan.
 
-    def _allowed(self) -> list[str]:
-        below = [self._tier, REGION] if self._tier is not None else []
-        return ["keep", "recompute", "pack", *below]
-
     def _target(self) -> int:
         return usable_bytes(self._budget) - self._corrections.bias_bytes
 
@@ -874,12 +870,7 @@ class Planner(Controller):
             most = self._budget - self._corrections.bias_bytes
             if least < most:
                 target = max(target, (least + most) // 2)
-        self._solving.begin(
-            trace,
-            target,
-            allowed=self._allowed(),
-            spare_bytes=spare_bytes,
-        )
+        self._solving.begin(trace, target, spare_bytes=spare_bytes)
 
     def _adopt(self, *, begins_step: bool = True) -> None:
         is_first = self._solving.taken is None

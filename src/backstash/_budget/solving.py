@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -89,7 +89,6 @@ class Solving:
         trace: Trace,
         target: int,
         *,
-        allowed: Sequence[str],
         spare_bytes: int = 0,
     ) -> None:
         """Begin to solve for ``target`` bytes, leaving ``spare_bytes`` of them free if possible."""
@@ -104,15 +103,15 @@ class Solving:
         def work() -> None:
             try:
                 planned_for = trace.raised(spare_bytes)
-                solution = self._solved(planned_for, target, allowed)
+                solution = self._solved(planned_for, target)
                 if not solution.fits and spare_bytes:
                     planned_for = trace
-                    solution = self._solved(trace, target, allowed)
+                    solution = self._solved(trace, target)
                 best = solution
                 for is_near in (False, True):
                     if not is_near or not best.fits:
                         among = [each for each in kept if each.is_near is is_near]
-                        best = best_of([best, *_kept_of(planned_for, among, allowed)], _ALIKE)
+                        best = best_of([best, *_kept_of(planned_for, among)], _ALIKE)
                 # The bound is for choices that are predicted to fit; kept choices may not be.
                 bound = min(solution.bound_seconds, best.forecast.step_seconds)
                 self.found = planned_for, replace(best, bound_seconds=bound)
@@ -131,8 +130,8 @@ class Solving:
                 thread  # after an interrupt before this line, wait() does not wait for it
             )
 
-    def _solved(self, trace: Trace, target: int, allowed: Sequence[str]) -> Solution:
-        return solve_with_cuts(trace, target, allowed=allowed, windows=self._windows)
+    def _solved(self, trace: Trace, target: int) -> Solution:
+        return solve_with_cuts(trace, target, windows=self._windows)
 
     def timed(self, measured: StepFigures) -> None:
         """Record what the steps of the plan that is followed take. Follow another one again whose steps took
@@ -224,8 +223,8 @@ def _seconds_of(timed: tuple[StepFigures, Solved]) -> float:
     return timed[0].step_seconds
 
 
-def _kept_of(trace: Trace, kept: Iterable[Kept], allowed: Sequence[str]) -> Iterable[Solution]:
+def _kept_of(trace: Trace, kept: Iterable[Kept]) -> Iterable[Solution]:
     for each in kept:
         of = trace.cut_at(each.levels)
-        solution = follow(of, each.choices, each.windows, allowed=allowed)
+        solution = follow(of, each.choices, each.windows)
         yield replace(solution, measured_bytes=each.peak_bytes, levels=each.levels)
