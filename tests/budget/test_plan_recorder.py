@@ -341,19 +341,6 @@ def test_extra_computing_compared_with_an_unmanaged_step_is_charged_to_its_block
         assert (moved.save_seconds, moved.use_seconds) == (1.25, 1.0)
 
 
-def test_a_block_that_is_saved_more_often_takes_more_in_the_hooks():
-    """And no more to move."""
-    step = record(event("save", 1.0, number=0), event("save", 2.0, number=1))
-    step.saves[1] = 3
-    trace = trace_of(step, LINKS, Costs(kept=(2.0, 1.0), moved=(6.0, 4.0)), "disk")
-    kept = [each.options["keep"] for each in trace.blocks]
-    moved = [each.options["disk"] for each in trace.blocks]
-    assert [each.save_seconds for each in kept] == [1.0, 3.0]
-    assert [each.use_seconds for each in kept] == [0.5, 1.5]
-    assert [each.save_seconds for each in moved] == [5.0, 7.0]
-    assert [each.use_seconds for each in moved] == [3.5, 4.5]
-
-
 def followed(*steps, budget=2000):
     """What came of steps under a plan: each with its sampled peak, what looks saw, and whether it was alike."""
     of = Corrections()

@@ -83,7 +83,6 @@ class StepRecording:
         self._groups: dict[int, str] = {}
         self._offers: dict[int, dict[str, Option]] = {}
         self._again: dict[int, int] = {}
-        self._saves: dict[int, int] = {}
         self._copies: set[int] = set()
 
     def note_class(self, serial: int, group: str) -> None:
@@ -106,7 +105,6 @@ class StepRecording:
         """Record that a block was saved once more, when the step had ``counted`` blocks."""
         if self.is_on:
             self._again[serial] = counted
-            self._saves[serial] = self._saves.get(serial, 1) + 1
             if self._regions is not None:
                 self._regions.saved_again(serial)
 
@@ -119,7 +117,6 @@ class StepRecording:
             self._groups,
             self._offers,
             self._again,
-            self._saves,
             self._copies,
             regions.take() if regions is not None else [],
             regions.all_stays if regions is not None else {},
