@@ -589,32 +589,6 @@ def test_three_steps_like_the_plans_are_enough_after_the_first():
     )
 
 
-@pytest.mark.parametrize("varies", [False, True])
-def test_one_step_is_enough_that_holds_far_less_than_was_predicted(varies):
-    """Where all of them save the same: else it may be one that happens to hold little."""
-    of, steps = Corrections(), []
-    for number in range(4):
-        more = (number + 1) * MIB if varies else MIB
-        steps.append(
-            record(
-                event("save", 0.3, number=0), event("save", 0.5, nbytes=more, number=1), ended=2.0
-            )
-        )
-
-    def found(predicted, *, is_left=False):
-        of.follow(predicted, 64 * MIB, is_left=is_left)
-        return [of.add(each, 200 * MIB, is_alike=True) for each in steps]
-
-    assert found(103 * MIB) == [False] * 3 + [True], "it is near enough"
-    enough = [False, True, True, True] if not varies else [False] * 3 + [True]
-    assert found(120 * MIB) == enough
-    assert found(120 * MIB, is_left=True) == [False] * 3 + [True], "nothing is faster"
-    of._replans = 4
-    assert found(120 * MIB) == [False] * 3 + [True], "it is not made again"
-    of._replans, of._least_bias_bytes = 0, 1
-    assert found(120 * MIB) == [False] * 3 + [True], "less was not enough once"
-
-
 def test_the_bias_of_choices_that_were_measured_before_is_of_what_was_simulated():
     """What was measured of them says nothing of the others; but that they exceed now, another plan is for."""
     of = Corrections()
