@@ -95,6 +95,11 @@ class Follower:
         """Whether no choice keeps the budget, so that everything moves that can."""
         return self.plan.state == "too small"
 
+    @property
+    def windows(self) -> Windows:
+        """The windows of the plan."""
+        return Windows(self.plan.inflight_bytes, self.plan.prefetch_bytes)
+
     def begin_step(self) -> None:
         """Begin a step, in which nothing was saved yet."""
         self._asked, self._is_over = 0, False
@@ -129,10 +134,9 @@ class Follower:
 
     def apply_loaded(self) -> None:
         """Set the limits of a loaded plan at the start of a step."""
-        plan = self.plan
-        self._limits.set_windows(Windows(plan.inflight_bytes, plan.prefetch_bytes))
-        self._limits.resident = self._limits.unplanned = plan.resident_bytes
-        self._limits.set_resident(plan.resident_bytes)
+        self._limits.set_windows(self.windows)
+        self._limits.unplanned = self.plan.resident_bytes
+        self._limits.set_resident(self.plan.resident_bytes)
 
     # Per block.
 

@@ -437,7 +437,7 @@ class Planner(Controller):
         """Plan for an ended step that was larger than the planned one, or was expected to be."""
         self._recording.stop()
         self._limits.set_resident(self._limits.resident)
-        self._limits.set_windows(self._limits.planned_windows)
+        self._limits.set_windows(self.follower.windows)
         if record is None or self._shape.expects_larger or self._solving.is_running:
             return
         if not self._links.down_rate:  # the first step fit, so no other was measured
@@ -908,13 +908,11 @@ class Planner(Controller):
         self._bytes_at_start = at_start
         self._shape.follow(held, _saved_by(trace) - sum(held))
         self._most_other_bytes = max(self._most_other_bytes, _most_other(trace))
-        self._limits.planned_windows = solution.windows
-        self._limits.set_windows(self._limits.planned_windows)
+        self._limits.set_windows(solution.windows)
         slack = max(0, self._budget - predicted_bytes)
         left_bytes = sum(trace.blocks[at].nbytes for at in left)
         managed_bytes = max(0, solution.forecast.resident_peak_bytes - left_bytes)
-        self._limits.resident = managed_bytes + slack
-        self._limits.set_resident(self._limits.resident)
+        self._limits.set_resident(managed_bytes + slack)
         under_way = sum(self._limits.windows)
         self._limits.unplanned = max(0, self._target() - self._most_other_bytes - under_way)
         if self.regions is not None and not self.follower.is_loaded:
@@ -924,7 +922,7 @@ class Planner(Controller):
             _saved_by(trace),
             is_left=is_left,
             simulated_peak_bytes=solution.forecast.peak_bytes,
-            window_bytes=sum(self._limits.planned_windows) if solution.forecast.moved_bytes else 0,
+            window_bytes=sum(solution.windows) if solution.forecast.moved_bytes else 0,
         )
         if not self._first_steps.learns:
             self._first_steps.forget()
