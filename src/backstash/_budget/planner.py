@@ -279,7 +279,7 @@ class Planner(Controller):
         """
         paused, before = self._meter.pause(), self._meter.now()
         self._guard.trim()
-        self._returned_bytes = max(0, before - self._meter.now())
+        self._returned_bytes += max(0, before - self._meter.now())
         self._meter.resume(paused)
 
     def _measure(self, record: StepRecord | None, seconds: float, asked_bytes: int) -> None:
@@ -817,9 +817,7 @@ class Planner(Controller):
         the system; otherwise it would count as memory of later moments of the step."""
         self._meter.resume(paused)
         if self._device is None:
-            given_back_before = self._returned_bytes
             self._give_back()
-            self._returned_bytes += given_back_before
 
     def may_try(self, name: str) -> bool:
         """Whether a forward of this name may run twice now, to compare: once not everything fits, and if there
@@ -926,9 +924,7 @@ class Planner(Controller):
         )
         if not self._first_steps.learns:
             self._first_steps.forget()
-        if begins_step and is_left:
-            self._guard.trim()  # free what moving needed
-        elif begins_step and holds_too_much and self._device is None:
+        if begins_step and holds_too_much and self._device is None:
             self._give_back()
         self._begin_measuring()
 
