@@ -153,7 +153,7 @@ class Follower:
             if is_again:
                 self._recording.note_copy(block.cleanup.serial)
 
-    def may_leave_bytes(self, threads: int, *, is_block: bool = True) -> int:
+    def may_leave_bytes(self, threads: int) -> int:
         """Return how many bytes may be saved without becoming blocks until the next call; -1: none.
 
         If everything fits, or all later saves of the step stay in place, only the first tensors of a step are
@@ -162,9 +162,8 @@ class Follower:
 
         Args:
             threads: the number of threads that may each save this much.
-            is_block: whether the last save was a block.
         """
-        self._asked += is_block
+        self._asked += 1
         shape = self._shape
         if not self._leaves_alone(shape.counted) or self._asked <= _ANCHORS:
             return -1

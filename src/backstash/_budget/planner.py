@@ -726,9 +726,9 @@ class Planner(Controller):
             return follower.instead
         return tier
 
-    def may_leave_bytes(self, threads: int, *, is_block: bool = True) -> int:
+    def may_leave_bytes(self, threads: int) -> int:
         """See :meth:`Controller.may_leave_bytes`."""
-        return self.follower.may_leave_bytes(threads, is_block=is_block)
+        return self.follower.may_leave_bytes(threads)
 
     def fits_unseen(self) -> bool:
         """See :meth:`Controller.fits_unseen`."""

@@ -592,7 +592,7 @@ class Admission:
         self.count_left(_COPIED, nbytes)
         planner = session.planner_at_work(tiers) if session.planners else None
         if planner is not None:
-            self._allow(planner, thread_state, device, is_block=False)
+            self._allow(planner, thread_state, device)
 
     def _admit(
         self,
@@ -664,13 +664,11 @@ class Admission:
         planner: Controller,
         thread_state: ThreadState,
         device: torch.device,
-        *,
-        is_block: bool = True,
     ) -> None:
         """After a save: set how many bytes may be saved before the planner is asked again."""
         session = self._session
         if self._codec is None:  # a codec is asked for each tensor
-            nbytes = planner.may_leave_bytes(len(session.thread_states), is_block=is_block)
+            nbytes = planner.may_leave_bytes(len(session.thread_states))
             thread_state.may_leave(nbytes, device, session.uses)
             if nbytes >= 0 and self._policy is None:
                 self.hooks_off.consider(thread_state)

@@ -100,12 +100,11 @@ class Controller(ABC):
         """
 
     @abstractmethod
-    def may_leave_bytes(self, threads: int, *, is_block: bool = True) -> int:
+    def may_leave_bytes(self, threads: int) -> int:
         """Return how many bytes may be saved and stay in place before the next call; -1: none.
 
         Args:
             threads: the number of threads that may each save that much.
-            is_block: whether the last save made a block.
         """
 
     @abstractmethod
