@@ -464,7 +464,7 @@ def test_what_a_refused_region_saves_moves(memory, tmp_path):
 def test_what_the_plan_does_not_know_runs_again_unless_it_was_measured():
     regions = Regions()
     regions.note_name("seen.*")
-    regions.follow({"some.*": ["region", "once"]}, {("some.*", 1): frozenset([3])})
+    regions.follow({"some.*": ["region", "once"]}, {("some.*", 1): frozenset([3])}, {})
     assert regions.runs_again("new.*", 5)
     assert not regions.runs_again("seen.*", 0)
     assert [regions.runs_again("some.*", at) for at in range(3)] == [True, False, False]
@@ -473,7 +473,7 @@ def test_what_the_plan_does_not_know_runs_again_unless_it_was_measured():
 
 def test_a_step_without_a_region_does_not_say_that_it_cannot_run_again():
     regions = Regions()
-    regions.follow({"some.*": ["region"]}, {})
+    regions.follow({"some.*": ["region"]}, {}, {})
     regions.begin_step()
     assert regions.can_be_followed(()), "none began in the step before"
     regions.begin("some.*")
@@ -517,12 +517,12 @@ def test_what_a_gradient_in_a_forward_saves_is_held(monkeypatch):
 
 def test_a_forward_that_another_step_began_with_is_not_recorded():
     regions = Regions()
-    forward, number = regions.record("some.*", 0)
-    assert regions.is_recorded(forward, number)
+    forward = regions.record("some.*", 0)
+    assert regions.is_recorded(forward)
     regions.take()
-    assert not regions.is_recorded(forward, number)
+    assert not regions.is_recorded(forward)
     regions.record("some.*", 0)
-    assert not regions.is_recorded(forward, number)
+    assert not regions.is_recorded(forward)
 
 
 @pytest.mark.filterwarnings("ignore::backstash.StashWarning")

@@ -790,12 +790,7 @@ class Planner(Controller):
 
     # Events of forwards of modules that may be recomputed.
 
-    def trace_forward(self, name: str, index: int) -> tuple[Forward, int]:
-        """Begin the record of a forward; return it with its number, which :meth:`note_forward` needs."""
-        assert self.regions is not None
-        return self.regions.record(name, index)
-
-    def note_forward(self, kind: str, forward: Forward, number: int) -> bool:
+    def note_forward(self, kind: str, forward: Forward) -> bool:
         """Record that a forward begins (``"enter"``) or ends (``"leave"``) now.
 
         Returns:
@@ -803,9 +798,9 @@ class Planner(Controller):
                 another.
         """
         assert self.regions is not None
-        if not self.regions.is_recorded(forward, number):
+        if not self.regions.is_recorded(forward):
             return False
-        self._meter.note((kind, time.perf_counter(), 0.0, 0, number))
+        self._meter.note((kind, time.perf_counter(), 0.0, 0, forward.number))
         return True
 
     def resume(self, paused: Any) -> float:
