@@ -117,7 +117,6 @@ class Follower:
         """Follow this plan from the next step on; its choices for modules apply at once."""
         self.plan = plan
         self.choices = Choices((each.name, each.choices) for each in plan.classes)
-        self._recording.gives_back = False
         if self._regions is not None:
             self._regions.follow(
                 {

@@ -24,7 +24,7 @@ plan's sizes apply to them.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -55,7 +55,7 @@ from .limits import Limits
 from .meter import Meter, ProcessMeter, Sample
 from .planned import Planned, RecomputedRegion
 from .record import Costs, StepRecord, compared_with_unmanaged, links_of, trace_of
-from .recording import RecordingClock, StepRecording
+from .recording import StepRecording
 from .shape import EndedStep, StepShape
 from .solving import Kept, Solving
 
@@ -111,16 +111,13 @@ class Planner(Controller):
         self.regions = Regions() if tier is not None else None
         """The forwards of modules that may be recomputed; ``None``: such modules are recomputed whatever the
         plan is."""
-        self._recording = StepRecording(
-            event_log, self._meter, self.regions, self._guard, gives_back=tier is None
+        self.clock = self._recording = StepRecording(
+            event_log, self._meter, self.regions, is_process=device is None
         )
         self._first_steps = FirstSteps(
             self._budget,
             copies_aside=device is not None,
             keeps_first=device is None and tier is not None,
-        )
-        self.clock: RecordingClock = RecordingClock(
-            self._meter, self._recording, lambda: self.asks_prices, is_process=device is None
         )
         self._steps = 0
         self._has_failed = False  # whether this step ran out of memory
@@ -719,9 +716,12 @@ class Planner(Controller):
         if ways is None:
             return ""
         tier = follower.choose(block, tensor, modules)
-        if self._recording.is_on and self.asks_prices:
+        if self.asks_prices:
             paused = self.pause()
-            self._was_priced(block, paused, ways.prices())
+            prices = ways.prices()
+            self._meter.resume(paused)
+            options = {name: _option(price) for name, price in prices.items() if price is not None}
+            self._recording.note_options(block.cleanup.serial, options)
         if tier == "recompute" and not ways.can_recompute():
             return follower.instead
         return tier
@@ -770,23 +770,8 @@ class Planner(Controller):
         return has_ended and measured and not self._first_steps.records
 
     def pause(self) -> Any:
-        """Exclude what follows from the step, until :meth:`_was_priced` or :meth:`resume` gets what this
-        returns."""
+        """Exclude what follows from the step, until :meth:`resume` gets what this returns."""
         return self._meter.pause()
-
-    def _was_priced(self, block: Block, paused: Any, found: Mapping[str, Any]) -> None:
-        """Record the prices that codecs and replays had on ``block`` since :meth:`pause`.
-
-        ``found`` has the price of each way; ``None`` if the block cannot be held that way.
-        """
-        prices = {name: None if each is None else _option(each) for name, each in found.items()}
-        self._meter.resume(paused)
-        again = prices.get("recompute")
-        if again is not None:  # recomputing requires recording
-            seconds = self.clock.take_recording_seconds()
-            again = replace(again, save_seconds=again.save_seconds + seconds)
-            prices = {**prices, "recompute": again}
-        self._recording.note_prices(block.cleanup.serial, prices)
 
     # Events of forwards of modules that may be recomputed.
 

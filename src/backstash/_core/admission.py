@@ -210,10 +210,6 @@ class Admission:
         self, tensor: Tensor, thread_state: ThreadState, storage: torch.UntypedStorage
     ) -> object:
         """Pack a tensor while a step is measured, and report the time, which must not count as computing."""
-        if thread_state.tape is not None:
-            seconds = thread_state.tape.take_seconds()
-            for planner in self._session.planners.values():
-                planner.clock.recording_took(seconds)
         began = self._session.hook_begins(tensor.device)
         try:
             return self._pack_large(tensor, thread_state, storage)

@@ -43,10 +43,6 @@ class StepClock(ABC):
     def hook_took(self, kind: str, began: Any) -> None:
         """Record the time since ``began`` of a ``"pack hook"``, ``"unpack hook"`` or ``"region hook"``."""
 
-    @abstractmethod
-    def recording_took(self, seconds: float) -> None:
-        """Record how long operations were recorded since the last block."""
-
 
 class Controller(ABC):
     """Decides for one device. The caller holds the stash's lock, unless a method says otherwise."""
