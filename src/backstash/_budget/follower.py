@@ -207,8 +207,6 @@ class Follower:
         if self._recording.is_on:
             self._recording.note_class(block.cleanup.serial, group)
         name = self._choose(group)
-        if name == "all" and self._tier is None:
-            return "recompute"
         if name in ("recompute", "pack"):
             return name
         if name not in ("keep", ""):
@@ -291,11 +289,9 @@ class Follower:
             return self._choose_planned(self.choices, group)
         if self._keeps_what_fits:
             return "keep"
-        if self._shape.is_larger:
-            return "all"
-        mode = self._first_steps.mode
+        mode = "all" if self._shape.is_larger else self._first_steps.mode
         is_moved = mode == "all" or (mode == "half" and self._shape.counted % 2)
-        return "all" if is_moved else "keep"
+        return (self._tier or "recompute") if is_moved else "keep"
 
     def _choose_planned(self, choices: Choices, group: str) -> str:
         matched = choices.matched

@@ -35,7 +35,7 @@ from .._device.base import Device
 from .._plan.regions import Forward, Regions
 from .._plan.simulate import Windows
 from .._plan.solve import left_alone, smallest_budget
-from .._plan.table import REGION, absent_operands, left_blocks
+from .._plan.table import REGION, Problem, absent_operands, left_blocks
 from .._plan.trace import Links, Option, Trace
 from .._runtime.trace import EventLog
 from .._saved.block import Block
@@ -871,12 +871,8 @@ class Planner(Controller):
         grown_bytes = max(solution.forecast.peak_bytes, solution.measured_bytes or 0) - at_start
         predicted_bytes = solution.predicted_bytes(bias_bytes)
         holds_too_much = self._guard.plan_for(grown_bytes, predicted_bytes, is_left=is_left)
-        again = [
-            at
-            for at, each in enumerate(trace.cut_at(solution.levels).regions)
-            if solution.choices[each.members[0]] == REGION
-        ]
-        absent = absent_operands(trace.regions, again)
+        problem = Problem(trace.cut_at(solution.levels), self._budget)
+        absent = absent_operands(trace.regions, problem.running_again(solution.choices))
         left = set() if is_left else left_blocks(trace, solution.choices)
         held = [
             block.nbytes
