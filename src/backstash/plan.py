@@ -12,9 +12,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ._plan.regions import LEFT, ONCE, Stays
-from ._plan.simulate import NO_WINDOWS, simulate
 from ._plan.solution import Solution
-from ._plan.solve import smallest_budget, solve_with_cuts
+from ._plan.solve import left_alone, solve_with_cuts
 from ._plan.table import REGION, held_blocks, left_blocks
 from ._plan.trace import Trace, TracedRegion
 from ._text import clean, html_table, show_text
@@ -196,10 +195,7 @@ class Plan:
         step = Trace.read(trace) if is_file else Trace.from_dict(trace)
         target = usable_bytes(budget_bytes) - bias_bytes
         solution = solve_with_cuts(step, target, windows=windows)
-        smallest = solution.forecast.peak_bytes
-        if not solution.fits:
-            smallest = smallest_budget(step, windows=windows)
-        plan = plan_of(budget_bytes, step, solution, smallest, bias_bytes)
+        plan = plan_of(budget_bytes, step, solution, bias_bytes)
         # Only the host of an accelerator runs ahead of the device.
         return replace(plan, device="accelerator") if step.runs_ahead else plan
 
@@ -395,7 +391,6 @@ def plan_of(
     budget_bytes: int,
     trace: Trace,
     solution: Solution,
-    smallest: int,
     bias_bytes: int,
     stays: Stays | None = None,
 ) -> Plan:
@@ -433,7 +428,7 @@ def plan_of(
         )
     classes.sort(key=lambda each: -each.nbytes)
     forecast = solution.forecast
-    plain = simulate(trace, trace.left_alone(), NO_WINDOWS)
+    plain = left_alone(trace).forecast
     return Plan(
         budget_bytes,
         state,
@@ -442,7 +437,9 @@ def plan_of(
         None,
         StepFigures(budget_bytes, solution.bound_seconds) if solution.fits else None,
         StepFigures(plain.peak_bytes + bias_bytes, plain.step_seconds),
-        budget_for(int((smallest + bias_bytes) * (1 + _TO_SPARE))) if not solution.fits else None,
+        budget_for(int((forecast.peak_bytes + bias_bytes) * (1 + _TO_SPARE)))
+        if not solution.fits
+        else None,
         *solution.windows,
         forecast.resident_peak_bytes,
         regions=_planned_regions(trace.cut_at(solution.levels), choices, stays or {}),

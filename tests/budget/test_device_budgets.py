@@ -16,6 +16,7 @@ import simulated
 from backstash import Stash
 from backstash._budget.device_meter import DeviceMeter
 from backstash.errors import StashWarning
+from backstash.plan import StepFigures
 from backstash.testing import TwinDevice, stash_on
 from long_tests import takes_long
 from test_device_meter import MIB, planned_on, step
@@ -265,10 +266,12 @@ def test_a_step_that_runs_out_of_memory_before_there_is_a_plan_may_be_run_again(
     """Until nothing is left that could be less."""
     stash, true = planned_on(TwinDevice(chance=1.0), budget=116 * MIB), step(Stash())
     assert torch.equal(step(stash), true)
-    windows, notes = [], []
+    windows, notes, measured = [], [], set()
     for _ in range(9):
         windows.append(stash._planner._limits.windows)
         notes.append(run_out(stash))
+        measured.add(len(stash._planner._first_steps.records))
+    assert measured == {1}, "what they would have held is not known"
     assert (
         "before it had a plan: the stash holds less from now on, so run the step again" in notes[0]
     )
@@ -289,7 +292,7 @@ def test_a_device_that_runs_out_of_memory_within_a_plan_is_planned_for_with_less
         _ = stash.plan
     assert stash.plan.state == "planned"
     planner = stash._planner
-    bias, (trace, solution, _) = planner._corrections.bias_bytes, planner._solving.taken
+    bias, (trace, solution) = planner._corrections.bias_bytes, planner._solving.taken
     planner._keep_if_it_fits(trace, solution.choices, solution.windows, 113 * MIB)
     assert planner._solving._kept, "what plans may use of the budget"
     assert "7.25 MiB less of it from now on, so run the step again" in run_out(stash)
@@ -303,8 +306,27 @@ def test_a_device_that_runs_out_of_memory_within_a_plan_is_planned_for_with_less
     device.peak_bytes = 0
     assert torch.equal(step(stash), true)
     assert device.peak_bytes <= 116 * MIB - 116 * MIB // 16
+    exceeding, device.peak_bytes = planner._reports.exceeding, 200 * MIB
+    assert torch.equal(step(stash), true)
+    assert planner._reports.exceeding == exceeding + 1, "of an operation that no reading shows"
     stash._planner.follower.plan = replace(stash.plan, state="too small")
     assert "no plan makes it fit" in run_out(stash)
     stash._planner.follower.plan = replace(stash.plan, state="loaded")
     assert "a loaded plan is never changed" in run_out(stash)
+    stash.close()
+
+
+def test_a_plan_that_was_tried_and_exceeded_the_budget_is_left():
+    stash, true = planned_on(TwinDevice(chance=1.0), budget=116 * MIB), step(Stash())
+    for _ in range(12):
+        assert torch.equal(step(stash), true)
+        _ = stash.plan
+    planner = stash._planner
+    solving = planner._solving
+    other = solving.taken[0], replace(solving.taken[1])
+    solving._timed = {"other": (StepFigures(100 * MIB, 1.0), other)}
+    solving._trial = solving.taken
+    planner._corrections.exceed(200 * MIB, 0.5)
+    planner._correct()
+    assert solving.found is other and not solving.is_trying
     stash.close()

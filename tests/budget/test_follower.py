@@ -59,10 +59,12 @@ def test_a_step_that_is_planned_or_measured_or_larger_or_tries_modules_has_hooks
     assert not follower_of(**given).fits_unseen()
 
 
-def test_after_a_step_that_exceeded_the_budget_all_have_hooks():
-    follower = follower_of()
-    follower.has_exceeded = True
-    assert not follower.fits_unseen()
+@pytest.mark.parametrize("larger", ["is_larger", "expects_larger"])
+def test_what_a_larger_step_computes_may_have_to_be_recomputed(larger):
+    follower = follower_of(larger=larger, regions=Regions())
+    assert not follower.recomputes, "there is no plan yet"
+    follower.follow(Plan(100 * MIB, "left alone"))
+    assert follower.recomputes
 
 
 def test_where_no_space_is_left_the_memory_is_read_at_each_block_and_for_no_part_again():

@@ -975,7 +975,7 @@ def test_choices_that_came_near_the_budget_are_for_where_nothing_else_fits(
     stash = memory(budget=budget, disk=tmp_path)
     settle(model(), stash, steps=6)
     planner = stash._planner
-    trace, solution, _ = planner._solving.taken
+    trace, solution = planner._solving.taken
     most = usable_bytes(budget)
     kept, given_up = [], []
     monkeypatch.setattr(

@@ -341,19 +341,6 @@ def test_extra_computing_compared_with_an_unmanaged_step_is_charged_to_its_block
         assert (moved.save_seconds, moved.use_seconds) == (1.25, 1.0)
 
 
-def test_a_block_that_is_saved_more_often_takes_more_in_the_hooks():
-    """And no more to move."""
-    step = record(event("save", 1.0, number=0), event("save", 2.0, number=1))
-    step.saves[1] = 3
-    trace = trace_of(step, LINKS, Costs(kept=(2.0, 1.0), moved=(6.0, 4.0)), "disk")
-    kept = [each.options["keep"] for each in trace.blocks]
-    moved = [each.options["disk"] for each in trace.blocks]
-    assert [each.save_seconds for each in kept] == [1.0, 3.0]
-    assert [each.use_seconds for each in kept] == [0.5, 1.5]
-    assert [each.save_seconds for each in moved] == [5.0, 7.0]
-    assert [each.use_seconds for each in moved] == [3.5, 4.5]
-
-
 def followed(*steps, budget=2000):
     """What came of steps under a plan: each with its sampled peak, what looks saw, and whether it was alike."""
     of = Corrections()
@@ -600,32 +587,6 @@ def test_three_steps_like_the_plans_are_enough_after_the_first():
     assert found == [False] * 3 + [True] and of.measured[0] == 100 * MIB, (
         "no plan changes what came after"
     )
-
-
-@pytest.mark.parametrize("varies", [False, True])
-def test_one_step_is_enough_that_holds_far_less_than_was_predicted(varies):
-    """Where all of them save the same: else it may be one that happens to hold little."""
-    of, steps = Corrections(), []
-    for number in range(4):
-        more = (number + 1) * MIB if varies else MIB
-        steps.append(
-            record(
-                event("save", 0.3, number=0), event("save", 0.5, nbytes=more, number=1), ended=2.0
-            )
-        )
-
-    def found(predicted, *, is_left=False):
-        of.follow(predicted, 64 * MIB, is_left=is_left)
-        return [of.add(each, 200 * MIB, is_alike=True) for each in steps]
-
-    assert found(103 * MIB) == [False] * 3 + [True], "it is near enough"
-    enough = [False, True, True, True] if not varies else [False] * 3 + [True]
-    assert found(120 * MIB) == enough
-    assert found(120 * MIB, is_left=True) == [False] * 3 + [True], "nothing is faster"
-    of._replans = 4
-    assert found(120 * MIB) == [False] * 3 + [True], "it is not made again"
-    of._replans, of._least_bias_bytes = 0, 1
-    assert found(120 * MIB) == [False] * 3 + [True], "less was not enough once"
 
 
 def test_the_bias_of_choices_that_were_measured_before_is_of_what_was_simulated():

@@ -21,7 +21,7 @@ def test_what_was_measured_of_other_steps_is_no_choice():
         solving = Solving((8 * MIB, 8 * MIB), {})
         windows = Windows(8 * MIB, 8 * MIB)
         solving.keep(Kept(known, (choice,) * 2, windows, 2 * MIB, is_near))
-        solving.begin(trace, target, allowed=["keep", "disk"])
+        solving.begin(trace, target)
         solving.wait()
         return solving.found[1]
 
@@ -31,6 +31,9 @@ def test_what_was_measured_of_other_steps_is_no_choice():
     for is_near in (False, True):
         found = solved(known, is_near=is_near, target=3 * MIB - 1, choice="keep", rate=1e8)
         assert found.fits and (found.choices == ("keep",) * 2) != is_near, "moving one takes longer"
+    found = solved(known, choice="keep", rate=1e8)
+    assert found.choices == ("keep",) * 2
+    assert found.bound_seconds <= found.forecast.step_seconds, "they were measured to fit"
 
 
 def test_measured_choices_that_move_more_in_the_same_time_are_not_planned_again():
@@ -40,12 +43,12 @@ def test_measured_choices_that_move_more_in_the_same_time_are_not_planned_again(
     moments = (("save", 0), ("save", 1), ("use", 1), ("free", 1), ("use", 0), ("free", 0))
     trace = Trace(blocks, tuple(Moment(*each, 0.1, MIB) for each in moments), Links(5e8, 5e8))
     hidden = Windows(8 * MIB, 8 * MIB)
-    everything = follow(trace, ("disk",) * 2, hidden, allowed=["keep", "disk"])
-    one = follow(trace, ("disk", "keep"), Windows(0, 0), allowed=["keep", "disk"])
+    everything = follow(trace, ("disk",) * 2, hidden)
+    one = follow(trace, ("disk", "keep"), Windows(0, 0))
     assert 0.99 < everything.forecast.step_seconds / one.forecast.step_seconds < 1
     solving = Solving((0, 0), {})
     solving.keep(Kept(blocks, ("disk",) * 2, hidden, 2 * MIB, False))
-    solving.begin(trace, 2 * MIB, allowed=["keep", "disk"])
+    solving.begin(trace, 2 * MIB)
     solving.wait()
     assert solving.found[1].choices == ("disk", "keep")
 
@@ -58,6 +61,6 @@ def test_choices_that_held_more_later_are_given_up_with_all_others():
         for choices in (("disk", "disk"), ("disk", "keep")):
             solving.keep(Kept(blocks, choices, windows, 2 * MIB, False))
         solving.give_up(given_up)
-        solving.begin(Trace(blocks, MOMENTS, Links(1.0, 1.0)), 2 * MIB, allowed=["keep", "disk"])
+        solving.begin(Trace(blocks, MOMENTS, Links(1.0, 1.0)), 2 * MIB)
         solving.wait()
         assert solving.found[1].fits is fits, "those were not known to keep it"

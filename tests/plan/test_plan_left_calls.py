@@ -348,7 +348,7 @@ def test_which_blocks_of_recomputed_calls_are_left():
         replace(each, options={**each.options, "keep": cost})
         for each, cost in zip(trace.blocks, costs, strict=True)
     )
-    problem = Problem(replace(trace, blocks=blocks), 0, ["keep", "disk", REGION])
+    problem = Problem(replace(trace, blocks=blocks), 0)
     taken = problem.taken([*part[:10], "disk", "keep"])
     free = [at for at, each in enumerate(taken) if not each.save_seconds]
     assert free == [0, 1, 2, 3, 4, 5, 6, 7, 8, 11], "the last is after all that moves"
@@ -382,16 +382,16 @@ def test_a_plan_counts_no_block_and_no_time_of_what_is_left():
     small = tuple(replace(each, small_bytes=100) for each in trace.regions)
     trace = replace(trace, blocks=blocks, regions=small)
     choices = [REGION, REGION, "keep", "keep", "keep", "disk", *["keep"] * 5]
-    solution = follow(trace, ("keep", *choices), Windows(0, 0), allowed=["keep", "disk", REGION])
+    solution = follow(trace, ("keep", *choices), Windows(0, 0))
     assert solution.left_after == 7
-    plan = plan_of(1 << 30, trace, solution, 1, 0)
+    plan = plan_of(1 << 30, trace, solution, 0)
     (held,), (calls,) = plan.classes, plan.regions
     assert plan.left_after == 3, "0 and 3, which calls are given, and 6, which moves"
     assert held.seconds == 0.25 + 0.25 + 0.5
     assert calls.choices == ((REGION, 1), ("left", 1), ("once", 1), ("left", 1))
     assert calls.left_bytes == (MIB + 100, 3 * MIB + 100, 0, 3 * MIB + 100)
     blocks = (*blocks[:11], replace(blocks[11], group="larger", nbytes=20 * MIB))
-    plan = plan_of(1 << 30, replace(trace, blocks=blocks), solution, 1, 0)
+    plan = plan_of(1 << 30, replace(trace, blocks=blocks), solution, 0)
     assert [each.name for each in plan.classes] == ["larger", ""], "the largest one first"
 
 
@@ -401,7 +401,7 @@ def test_as_few_whole_calls_as_the_budget_allows():
     for count in range(5):
         again = {at for each in trace.regions[:count] for at in each.members}
         choices.append(tuple(REGION if at in again else "keep" for at in range(12)))
-        found = follow(trace, choices[-1], windows, allowed=["keep", REGION])
+        found = follow(trace, choices[-1], windows)
         peaks.append(found.forecast.peak_bytes)
     assert peaks[0] > peaks[1] > peaks[2] >= peaks[3] >= peaks[4]
     for budget in peaks:
@@ -413,11 +413,8 @@ def test_as_few_whole_calls_as_the_budget_allows():
 
 def solving_of(choices, trace):
     solving = Solving((0, 0), {})
-    solving.found = (
-        trace,
-        follow(trace, choices, Windows(0, 0), allowed=["keep", "disk", REGION]),
-        1,
-    )
+    found = follow(trace, choices, Windows(0, 0))
+    solving.found = trace, found
     solving.take()
     return solving
 
@@ -428,7 +425,7 @@ def test_the_plan_whose_steps_took_the_least_time_is_followed_again():
     solving = solving_of(first, trace)
     solving.timed(StepFigures(0, 1.0))
     assert not solving.is_new
-    solving.found = trace, replace(solving.taken[1], choices=second), 1
+    solving.found = trace, replace(solving.taken[1], choices=second)
     solving.take()
     solving.timed(StepFigures(0, 1.04))
     assert not solving.is_new, "that much is noise"
@@ -439,8 +436,8 @@ def test_the_plan_whose_steps_took_the_least_time_is_followed_again():
     assert solving.measured == StepFigures(0, 1.0)
     solving.timed(StepFigures(0, 2.0))
     assert not solving.is_new, "the other one was left for good"
-    trace, solution, smallest = solving.taken
-    solving.found = trace, replace(solution, windows=Windows(MIB, MIB)), smallest
+    trace, solution = solving.taken
+    solving.found = trace, replace(solution, windows=Windows(MIB, MIB))
     solving.take()
     assert solving.measured is None, "other windows take another time"
 
@@ -450,14 +447,14 @@ def test_what_was_timed_is_forgotten_once_the_trace_changed():
     solving = solving_of(("keep",) * 12, trace)
     solving.timed(StepFigures(0, 1.0))
     budget = 1 << 40
-    solving.begin(trace, budget, allowed=["keep", "disk"])
+    solving.begin(trace, budget)
     solving.wait()
-    solving.found = (solving.found[0], solving.taken[1], 1)
+    solving.found = (solving.found[0], solving.taken[1])
     solving.take()
     assert solving.measured is not None
-    solving.begin(replace(trace, links=Links(1.0, 1.0)), budget, allowed=["keep", "disk"])
+    solving.begin(replace(trace, links=Links(1.0, 1.0)), budget)
     solving.wait()
-    solving.found = (solving.found[0], solving.taken[1], 1)
+    solving.found = (solving.found[0], solving.taken[1])
     solving.take()
     assert solving.measured is None
 
@@ -467,7 +464,7 @@ def test_a_plan_that_exceeded_the_budget_is_not_followed_again():
     solving = solving_of(("keep",) * 12, trace)
     solving.timed(StepFigures(0, 1.0))
     solving.give_up(("keep",) * 12)
-    solving.found = trace, replace(solving.taken[1], choices=("disk", *["keep"] * 11)), 1
+    solving.found = trace, replace(solving.taken[1], choices=("disk", *["keep"] * 11))
     solving.take()
     solving.timed(StepFigures(0, 2.0))
     assert not solving.is_new
@@ -478,9 +475,7 @@ def test_whole_calls_are_tried_once_unless_they_are_predicted_to_take_long(secon
     trace = trace_of_calls(seconds)
     solving = solving_of(("disk",) * 3 + ("keep",) * 9, trace)
     solving.timed(StepFigures(0, 1.0))
-    budget = follow(
-        trace, (REGION,) * 12, Windows(0, 0), allowed=["keep", "disk", REGION]
-    ).forecast.peak_bytes
+    budget = follow(trace, (REGION,) * 12, Windows(0, 0)).forecast.peak_bytes
     moved = solving.taken[1].forecast.step_seconds
     tried = solving.try_whole_calls(budget + 8 * MIB)
     assert tried == (seconds < 1), moved
@@ -489,7 +484,7 @@ def test_whole_calls_are_tried_once_unless_they_are_predicted_to_take_long(secon
         assert solving.is_new and REGION in solving.found[1].choices
         solving.take()
         assert solving.is_trying
-        trial, solving.found = solving.taken, (trace, solving.taken[1], 1)
+        trial, solving.found = solving.taken, (trace, solving.taken[1])
         solving.take()
         assert not solving.is_trying, "another plan is followed instead"
         solving.found = trial
@@ -500,18 +495,18 @@ def test_whole_calls_are_tried_once_unless_they_are_predicted_to_take_long(secon
 
 def test_whole_calls_are_tried_again_for_another_trace_and_never_if_they_are_the_plan():
     trace, every = trace_of_calls(), tuple(REGION if at % 3 else "keep" for at in range(12))
-    held = follow(trace, every, Windows(0, 0), allowed=["keep", REGION]).forecast.peak_bytes
+    held = follow(trace, every, Windows(0, 0)).forecast.peak_bytes
     fewest = whole_calls(trace, held, Windows(0, 0)).choices
     assert not solving_of(fewest, trace).try_whole_calls(held)
     solving = solving_of(("disk",) * 3 + ("keep",) * 9, trace)
     solution = solving.taken[1]
     assert solving.try_whole_calls(held + 8 * MIB)
     for again, tries in ((trace, False), (replace(trace), True)):
-        solving.found = trace, solution, 1
+        solving.found = trace, solution
         solving.take()
-        solving.begin(again, 1 << 30, allowed=["keep", "disk", REGION])
+        solving.begin(again, 1 << 30)
         solving.wait()
-        solving.found = again, solution, 1
+        solving.found = again, solution
         solving.take()
         assert solving.try_whole_calls(held + 8 * MIB) is tries
 
@@ -522,7 +517,7 @@ def test_a_plan_that_was_tried_stays_only_if_it_is_faster():
     for seconds in (0.99, 1.01):
         solving = solving_of(before, trace)
         solving.timed(StepFigures(0, 1.0))
-        whole = follow(trace, (REGION,) * 12, Windows(0, 0), allowed=["keep", "disk", REGION])
+        whole = follow(trace, (REGION,) * 12, Windows(0, 0))
         assert solving.try_whole_calls(whole.forecast.peak_bytes + 8 * MIB)
         solving.take()
         solving.timed(StepFigures(0, seconds))

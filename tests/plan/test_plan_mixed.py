@@ -5,14 +5,12 @@ from dataclasses import replace
 import pytest
 
 from backstash._plan.mixed import mixed
-from backstash._plan.simulate import Windows
 from backstash._plan.solve import solve, solve_with_cuts
 from backstash._plan.table import REGION, Problem, absent_operands
 from backstash._plan.trace import Links, Moment, Option, RegionCut, Trace, TracedBlock, TracedRegion
 from counted_memory import MIB
 
 CALLS = 8
-NAMES = ["keep", "disk", REGION]
 
 
 def trace_of_calls(rate=1.0, operands=()):
@@ -56,13 +54,13 @@ def test_the_cheapest_bytes_of_all_calls_come_first():
     trace = trace_of_calls(rate=1e-3)
     seconds = []
     for gone in (2, 5, 7, 9, 11):
-        found = solve_with_cuts(trace, (2 * CALLS - gone) * MIB, allowed=NAMES)
+        found = solve_with_cuts(trace, (2 * CALLS - gone) * MIB)
         whole, part = recomputed(trace, found)
         assert found.fits and 2 * whole + part >= gone
         assert whole == max(0, gone - CALLS), gone
         seconds.append(found.forecast.step_seconds - trace.compute_seconds)
         assert seconds[-1] == pytest.approx(1.1 * whole + 0.1 * part)
-    wholes = solve(trace, (2 * CALLS - 9) * MIB, allowed=NAMES)
+    wholes = solve(trace, (2 * CALLS - 9) * MIB)
     assert seconds[3] < wholes.forecast.step_seconds - trace.compute_seconds
 
 
@@ -70,7 +68,7 @@ def test_no_more_is_recomputed_than_the_budget_needs():
     """Also of many calls, of which only some numbers of changes are tried otherwise."""
     trace = trace_of_calls(rate=1e-3)
     for gone in range(1, CALLS + 1):
-        tried = mixed(trace, (2 * CALLS - gone) * MIB, NAMES, Windows(0, 0), 1)
+        tried = mixed(Problem(trace, (2 * CALLS - gone) * MIB), 1)
         parts = [sum(recomputed(trace, one)) for one, _ in tried if one.fits]
         assert gone in parts, (gone, parts)
 
@@ -78,7 +76,7 @@ def test_no_more_is_recomputed_than_the_budget_needs():
 def test_what_transfers_hide_is_moved_and_not_recomputed():
     """The first blocks, which have the most time."""
     trace = trace_of_calls(rate=10.0)
-    found = solve_with_cuts(trace, (2 * CALLS - 5) * MIB, allowed=NAMES)
+    found = solve_with_cuts(trace, (2 * CALLS - 5) * MIB)
     assert found.forecast.step_seconds == pytest.approx(trace.compute_seconds)
     moved = [at for at, name in enumerate(found.choices) if name == "disk"]
     assert moved and max(moved) < CALLS, moved
@@ -86,13 +84,13 @@ def test_what_transfers_hide_is_moved_and_not_recomputed():
 
 def test_what_only_a_replay_reads_is_there_only_with_it():
     trace = trace_of_calls(operands=True)
-    problem, windows = Problem(trace, 0, NAMES), Windows(0, 0)
+    problem = Problem(trace, 0)
     keep = ["keep"] * len(trace.blocks)
-    assert problem.forecast(keep, windows).peak_bytes == 2 * CALLS * MIB
+    assert problem.forecast(keep).peak_bytes == 2 * CALLS * MIB
     for member in trace.regions[0].members:
         keep[member] = REGION
     # Two blocks less, and the one that their replay reads more.
-    assert problem.forecast(keep, windows).peak_bytes == (2 * CALLS - 1) * MIB
+    assert problem.forecast(keep).peak_bytes == (2 * CALLS - 1) * MIB
     assert sum(each.resident_bytes for each in trace.left_alone()) == 2 * CALLS * MIB
     assert absent_operands(trace.regions, [0]) == {2 + 3 * at for at in range(1, CALLS)}
     shared = [replace(each, operands=(2,)) for each in trace.regions]
@@ -114,7 +112,7 @@ def test_what_only_a_replay_reads_is_held_until_then():
     for region in early.regions[:3]:
         for member in region.members:
             names[member] = REGION
-    found = Problem(early, 0, NAMES).forecast(names, Windows(0, 0))
+    found = Problem(early, 0).forecast(names)
     assert found.peak_bytes == found.resident_peak_bytes == (2 * CALLS - 3) * MIB
-    kept = Problem(early, 0, NAMES).forecast(["keep"] * len(early.blocks), Windows(0, 0))
+    kept = Problem(early, 0).forecast(["keep"] * len(early.blocks))
     assert kept.peak_bytes == 2 * CALLS * MIB

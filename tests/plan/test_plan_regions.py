@@ -464,7 +464,7 @@ def test_what_a_refused_region_saves_moves(memory, tmp_path):
 def test_what_the_plan_does_not_know_runs_again_unless_it_was_measured():
     regions = Regions()
     regions.note_name("seen.*")
-    regions.follow({"some.*": ["region", "once"]}, {("some.*", 1): frozenset([3])})
+    regions.follow({"some.*": ["region", "once"]}, {("some.*", 1): frozenset([3])}, {})
     assert regions.runs_again("new.*", 5)
     assert not regions.runs_again("seen.*", 0)
     assert [regions.runs_again("some.*", at) for at in range(3)] == [True, False, False]
@@ -473,7 +473,7 @@ def test_what_the_plan_does_not_know_runs_again_unless_it_was_measured():
 
 def test_a_step_without_a_region_does_not_say_that_it_cannot_run_again():
     regions = Regions()
-    regions.follow({"some.*": ["region"]}, {})
+    regions.follow({"some.*": ["region"]}, {}, {})
     regions.begin_step()
     assert regions.can_be_followed(()), "none began in the step before"
     regions.begin("some.*")
@@ -517,12 +517,12 @@ def test_what_a_gradient_in_a_forward_saves_is_held(monkeypatch):
 
 def test_a_forward_that_another_step_began_with_is_not_recorded():
     regions = Regions()
-    forward, number = regions.record("some.*", 0)
-    assert regions.is_recorded(forward, number)
+    forward = regions.record("some.*", 0)
+    assert regions.is_recorded(forward)
     regions.take()
-    assert not regions.is_recorded(forward, number)
+    assert not regions.is_recorded(forward)
     regions.record("some.*", 0)
-    assert not regions.is_recorded(forward, number)
+    assert not regions.is_recorded(forward)
 
 
 @pytest.mark.filterwarnings("ignore::backstash.StashWarning")
@@ -552,12 +552,25 @@ def hooks_of_all_modules():
     return len(module_hooks._global_forward_pre_hooks) + len(module_hooks._global_forward_hooks)
 
 
+def plan_only(monkeypatch, *names):
+    """Let plans choose nothing else, however long what takes on a busy machine."""
+    solving = backstash._budget.solving
+    solve = solving.solve_with_cuts
+
+    def solve_for(trace, target, **given):
+        blocks = [
+            replace(each, options={name: of for name, of in each.options.items() if name in names})
+            for each in trace.blocks
+        ]
+        regions = trace.regions if "region" in names else ()
+        return solve(replace(trace, blocks=tuple(blocks), regions=regions), target, **given)
+
+    monkeypatch.setattr(solving, "solve_with_cuts", solve_for)
+
+
 @pytest.fixture
 def only_regions(monkeypatch):
-    """A plan has nothing else to choose, however long what takes on a busy machine."""
-    monkeypatch.setattr(
-        backstash._budget.planner.Planner, "_allowed", lambda self: ["keep", "region"]
-    )
+    plan_only(monkeypatch, "keep", "region")
 
 
 def test_modules_that_nobody_named_are_recomputed_where_not_everything_fits(
@@ -662,9 +675,7 @@ def test_no_module_gets_hooks_where_none_needs_to_be_recomputed(memory, tmp_path
 
 
 def test_the_hooks_go_where_the_plan_recomputes_no_module(memory, tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        backstash._budget.planner.Planner, "_allowed", lambda self: ["keep", "disk"]
-    )
+    plan_only(monkeypatch, "keep", "disk")
     net, stash = model(Block), memory(budget=OTHER + SAVED // 2 + 8 * MIB, disk=tmp_path)
     had = []
     for _ in range(6):

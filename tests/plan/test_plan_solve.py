@@ -211,7 +211,7 @@ def test_small_tensors_of_a_region_are_freed_and_recomputed_with_its_members():
     assert forecast.resident_peak_bytes == (1 + 16) * MIB, "which the hard guard goes by"
     alone = simulate(trace, [nothing, nothing, nothing, nothing], NONE, [0])
     assert alone.peak_bytes == (100 + 2 + 4) * MIB, "they are back"
-    problem = Problem(trace, 10**9, ("keep", "region"))
+    problem = Problem(trace, 10**9)
     at = [moment.kind + str(moment.block) for moment in trace.moments].index
     assert [problem.returned_bytes(0, each) // MIB for each in (at("save2"), at("save3"))] == [
         0,
@@ -225,7 +225,7 @@ def test_small_tensors_of_a_dropped_graph_are_not_counted_as_freed_for_ever():
     trace = chain([MIB, 2 * MIB])
     moments = tuple(each for each in trace.moments if each.kind != "use")
     region = TracedRegion("m", (0, 1), small_bytes=3 * MIB)
-    problem = Problem(replace(trace, moments=moments, regions=(region,)), 10**9, ("keep", "region"))
+    problem = Problem(replace(trace, moments=moments, regions=(region,)), 10**9)
     at = [moment.kind + str(moment.block) for moment in moments].index
     assert problem.returned_bytes(0, at("free1")) == -3 * MIB
     assert problem.returned_bytes(0, at("free0")) == 0
@@ -258,7 +258,7 @@ def test_a_region_runs_again_where_that_is_cheapest(seconds):
     assert found.fits
     # The first five, 100 MiB: when they run again, what stayed has been freed.
     assert found.choices.count("region") == (10 if seconds < 1 else 0)
-    without = solve(trace, 200 * MIB, allowed=["keep", "disk"])
+    without = solve(replace(trace, regions=()), 200 * MIB)
     assert "region" not in without.choices
     assert found.forecast.step_seconds <= without.forecast.step_seconds
     assert found.bound_seconds <= found.forecast.step_seconds
@@ -446,7 +446,7 @@ def test_members_of_regions_that_run_again_are_counted_as_no_blocks():
     choices = ("disk", "region", "region", "region", "disk", *["keep"] * 5)
     forecast = simulate(trace, trace.left_alone(), NONE)
     solution = Solution(choices, NONE, forecast, 0.0, fits=True, left_after=5)
-    plan = plan_of(200 * MIB, trace, solution, MIB, 0)
+    plan = plan_of(200 * MIB, trace, solution, 0)
     assert plan.left_after == 2
     assert sum(each.blocks for each in plan.classes) == 10
 
@@ -473,9 +473,7 @@ def test_of_solutions_that_take_the_same_time_the_one_that_moves_least_is_the_be
 
 
 def searched(trace, budget, windows=NONE):
-    allowed = ["keep", "disk", "recompute"]
-    reserved = windows.inflight_bytes, windows.prefetch_bytes
-    return Search(Problem(trace, budget, allowed, reserved), windows, 1e-9)
+    return Search(Problem(trace, budget, windows), 1e-9)
 
 
 def test_a_pair_is_swapped_where_neither_change_alone_is_possible():
@@ -627,10 +625,9 @@ def test_no_choice_takes_less_than_the_bound(seed):
     trace = alternating(draw, 5)
     most, least = simulate(trace, trace.left_alone(), NONE).peak_bytes, smallest_budget(trace)
     sizes = [MIB << n for n in (0, 1, 4)]
-    problem = Problem(trace, most, ("keep", "disk", "recompute"))
     tried = [
-        problem.forecast(names, Windows(down, up))
-        for names in itertools.product(problem.allowed, repeat=5)
+        Problem(trace, most, Windows(down, up)).forecast(names)
+        for names in itertools.product(("keep", "disk", "recompute"), repeat=5)
         for down in sizes
         for up in sizes
     ]

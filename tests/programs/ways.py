@@ -315,9 +315,7 @@ def _plan_anything(planned: Stash, rng: random.Random) -> None:
         return rng.choice(("", "disk", "recompute", "pack"))
 
     planner.follower.choose = choose
-    planner.follower.may_leave_bytes = lambda threads, is_block=True: rng.choice(
-        (-1, 64, 5000, 1 << 20)
-    )
+    planner.follower.may_leave_bytes = lambda threads: rng.choice((-1, 64, 5000, 1 << 20))
 
 
 @contextmanager

@@ -55,11 +55,11 @@ class BudgetReports:
             self.notes.pop(self._too_small, None)
             self._too_small = None
 
-    def count(self, highest_bytes: int, *, is_loaded: bool) -> bool:
-        """Count an ended step if it held too much. Return whether it did."""
+    def count(self, highest_bytes: int, *, is_loaded: bool) -> None:
+        """Count an ended step if it held too much."""
         margin = 0 if self._strict else self._budget // _MARGIN
         if highest_bytes <= self._budget + margin:
-            return False
+            return
         self.exceeding += 1
         if self._strict and self._too_small is not None:
             self._refusal = self._too_small
@@ -74,7 +74,6 @@ class BudgetReports:
                 self.notes[note], self._refusal = None, note
             else:
                 self._warn(note)
-        return True
 
     def note_unseen(self, highest_bytes: int) -> None:
         """Note that a step whose saves were not all seen, or what followed it, held too much. It counts as no

@@ -1,10 +1,9 @@
 """Correct a plan after it has run: measure its first steps, and plan again if the peak differs.
 
-Three steps after the first one are measured. One is enough if all steps save the same and it held far less
-than predicted. backstash plans again if the peak exceeded the budget, or if it differs from the prediction by
-more than a fiftieth of it or a sixteenth of the saved bytes, whichever is less. An overshoot is subtracted in
-full. Three quarters of an undershoot are credited. There are at most four corrections, and more only while the
-budget is exceeded and a plan could hold less.
+Three steps after the first one are measured. backstash plans again if the peak exceeded the budget, or if it
+differs from the prediction by more than a fiftieth of it or a sixteenth of the saved bytes, whichever is less.
+An overshoot is subtracted in full. Three quarters of an undershoot are credited. There are at most four
+corrections, and more only while the budget is exceeded and a plan could hold less.
 
 Later, steps are measured again after three in a row that take over a tenth longer or shorter than predicted.
 If bytes then move at another rate, or the step computes for another time, by a tenth, a new plan is made for
@@ -26,7 +25,6 @@ _MOST_FOLLOWED = 12  # most steps measured under a plan, if few of them have its
 _OFF = 0.10  # of the seconds
 _SPARED = 0.02  # of the predicted peak: smaller differences are ignored
 _SPARED_OF_SAVED = 16  # or 1/16 of the saved bytes, if that is less
-_FAR = 2  # times the ignored difference
 _CORRECTIONS = 4
 _STEPS_OFF = 3  # in a row
 _COMPUTING_STEPS = 2  # fewest steps that show a new computing time
@@ -48,7 +46,6 @@ class Corrections:
         self._is_left = False
         self._window_bytes = 0  # of the plan's windows, which a step need not fill
         self._avoided_bytes = 0  # by which its steps would have held more without the guard
-        self._saved_bytes = 0  # of the last step measured under the plan
         self._figures: list[
             tuple[int, float]
         ] = []  # peaks in bytes, and seconds, of steps like the plan's
@@ -132,8 +129,7 @@ class Corrections:
     ) -> bool:
         """Add an ended step. Return whether enough steps were measured.
 
-        One step is enough if it exceeded the budget. If all steps save the same, so is one that held far less
-        than predicted and can be planned again.
+        One step is enough if it exceeded the budget.
 
         Args:
             record: of the step.
@@ -143,7 +139,6 @@ class Corrections:
             is_alike: whether the step saved as much as the planned one.
         """
         self._followed_steps += 1
-        saved_before, self._saved_bytes = self._saved_bytes, record.saved_bytes
         if self._is_again:
             self._followed.append(record)
         # Without a sampling thread there are only the guard's readings. They also show an operation's peak that
@@ -164,10 +159,6 @@ class Corrections:
             if is_alike and self._is_again:
                 self._computing.append(record.computing_seconds)
             if peak_bytes > budget:
-                return True
-            is_far = self._predicted_peak_bytes - peak_bytes > _FAR * self._little
-            may_plan = self._least_bias_bytes is None and self._replans < _CORRECTIONS
-            if is_far and may_plan and not self._is_left and self._saved_bytes == saved_before:
                 return True
         return len(self._figures) >= _VALIDATED_STEPS or self._followed_steps >= _MOST_FOLLOWED
 

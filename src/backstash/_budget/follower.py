@@ -66,8 +66,6 @@ class Follower:
         """The current plan."""
         self.choices: Choices | None = None
         """The plan's choices; ``None`` if there is no plan yet."""
-        self.has_exceeded = False
-        """Whether a step under a plan exceeded the budget."""
         self._tier = tier
         self._regions = regions
         self._limits, self._guard, self._shape = limits, guard, shape
@@ -97,6 +95,11 @@ class Follower:
         """Whether no choice keeps the budget, so that everything moves that can."""
         return self.plan.state == "too small"
 
+    @property
+    def windows(self) -> Windows:
+        """The windows of the plan."""
+        return Windows(self.plan.inflight_bytes, self.plan.prefetch_bytes)
+
     def begin_step(self) -> None:
         """Begin a step, in which nothing was saved yet."""
         self._asked, self._is_over = 0, False
@@ -114,7 +117,6 @@ class Follower:
         """Follow this plan from the next step on; its choices for modules apply at once."""
         self.plan = plan
         self.choices = Choices((each.name, each.choices) for each in plan.classes)
-        self._recording.gives_back = False
         if self._regions is not None:
             self._regions.follow(
                 {
@@ -131,10 +133,9 @@ class Follower:
 
     def apply_loaded(self) -> None:
         """Set the limits of a loaded plan at the start of a step."""
-        plan = self.plan
-        self._limits.set_windows(Windows(plan.inflight_bytes, plan.prefetch_bytes))
-        self._limits.resident = self._limits.unplanned = plan.resident_bytes
-        self._limits.set_resident(plan.resident_bytes)
+        self._limits.set_windows(self.windows)
+        self._limits.unplanned = self.plan.resident_bytes
+        self._limits.set_resident(self.plan.resident_bytes)
 
     # Per block.
 
@@ -151,7 +152,7 @@ class Follower:
             if is_again:
                 self._recording.note_copy(block.cleanup.serial)
 
-    def may_leave_bytes(self, threads: int, *, is_block: bool = True) -> int:
+    def may_leave_bytes(self, threads: int) -> int:
         """Return how many bytes may be saved without becoming blocks until the next call; -1: none.
 
         If everything fits, or all later saves of the step stay in place, only the first tensors of a step are
@@ -160,9 +161,8 @@ class Follower:
 
         Args:
             threads: the number of threads that may each save this much.
-            is_block: whether the last save was a block.
         """
-        self._asked += is_block
+        self._asked += 1
         shape = self._shape
         if not self._leaves_alone(shape.counted) or self._asked <= _ANCHORS:
             return -1
@@ -179,7 +179,7 @@ class Follower:
     def fits_unseen(self) -> bool:
         """See :meth:`Controller.fits_unseen`."""
         plan, shape = self.plan, self._shape
-        if not self.is_left or plan.predicted is None or self.has_exceeded:
+        if not self.is_left or plan.predicted is None:
             return False
         if self._recording.is_on or shape.is_larger or shape.expects_larger:
             return False
@@ -202,13 +202,11 @@ class Follower:
         if self._unlooked_bytes < 0:
             self._look()
         if self._leaves_alone(self._shape.counted - 1):
-            return "recompute" if self._must_recompute(block) else ""
+            return ""
         group = self._class(block.cleanup.module, tensor, block.nbytes, modules)
         if self._recording.is_on:
             self._recording.note_class(block.cleanup.serial, group)
         name = self._choose(group)
-        if name == "all" and self._tier is None:
-            return "recompute"
         if name in ("recompute", "pack"):
             return name
         if name not in ("keep", ""):
@@ -291,11 +289,9 @@ class Follower:
             return self._choose_planned(self.choices, group)
         if self._keeps_what_fits:
             return "keep"
-        if self._shape.is_larger:
-            return "all"
-        mode = self._first_steps.mode
+        mode = "all" if self._shape.is_larger else self._first_steps.mode
         is_moved = mode == "all" or (mode == "half" and self._shape.counted % 2)
-        return "all" if is_moved else "keep"
+        return (self._tier or "recompute") if is_moved else "keep"
 
     def _choose_planned(self, choices: Choices, group: str) -> str:
         matched = choices.matched
@@ -366,7 +362,7 @@ class Follower:
     def _recomputes_unknown(self) -> bool:
         """Whether to recompute blocks that the plan does not know, because nothing could move if they were too
         many."""
-        return self._tier is None and (not self.is_left or self.has_exceeded)
+        return self._tier is None and not self.is_left
 
 
 def _made_by(tensor: Tensor) -> str:

@@ -22,8 +22,6 @@ class Limits:
         self.given_windows = given_windows
         self.windows = NO_WINDOWS
         """The current windows."""
-        self.planned_windows = NO_WINDOWS
-        """The windows of the plan."""
         self.resident: int | None = None
         """Most bytes that may stay in place. A step may lower the limit for itself."""
         self.unplanned = 0

@@ -41,9 +41,7 @@ class _Planner(Protocol):
     follower: Follower
     regions: Regions | None
 
-    def trace_forward(self, name: str, index: int) -> tuple[Forward, int]: ...
-
-    def note_forward(self, kind: str, forward: Forward, number: int) -> bool: ...
+    def note_forward(self, kind: str, forward: Forward) -> bool: ...
 
     def may_try(self, name: str) -> bool: ...
 
@@ -84,7 +82,6 @@ class Planned:
         """The bytes that the forward may hold unmanaged; ``None``: it is managed."""
         self.may_try = True
         """Whether the region may replay the forward now, to compare."""
-        self._number = -1
         self._latest = -1  # newest block when it began
         self._is_whole = False
         self._discarded: set[int] = set()  # values, where a part of what is saved stays
@@ -100,7 +97,7 @@ class Planned:
         with self._session.section.lock, self._session.section:
             way = self._planner.follower.way_of(self.name, self._index)
             if way == TRACED:
-                self.forward, self._number = self._planner.trace_forward(self.name, self._index)
+                self.forward = self._regions.record(self.name, self._index)
                 self.may_try = self._planner.may_try(self.name)
                 self.stays = frozenset()
                 self._latest = self._session.predictor.blocks - 1
@@ -122,7 +119,7 @@ class Planned:
             with self._session.section.lock, self._session.section:
                 for each in inputs:
                     self._regions.hold_small(each)
-            self._planner.note_forward("enter", self.forward, self._number)
+            self._planner.note_forward("enter", self.forward)
 
     @property
     def _regions(self) -> Regions:
@@ -142,7 +139,7 @@ class Planned:
         """End the forward; ``in_order``: it raised no error and can be recomputed."""
         if self.forward is not None:
             # A forward that contains a backward spans two steps, so its time is unknown.
-            self._is_whole = self._planner.note_forward("leave", self.forward, self._number)
+            self._is_whole = self._planner.note_forward("leave", self.forward)
             self.forward.can_run_again = in_order and self._is_whole
             with self._session.section.lock, self._session.section:
                 self._regions.note_bytes(self.forward)

@@ -24,7 +24,7 @@ plan's sizes apply to them.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,8 +34,8 @@ from .._core.controller import Controller, Ways
 from .._device.base import Device
 from .._plan.regions import Forward, Regions
 from .._plan.simulate import Windows
-from .._plan.solve import smallest_budget
-from .._plan.table import REGION, absent_operands, left_blocks
+from .._plan.solve import left_alone, smallest_budget
+from .._plan.table import REGION, Problem, absent_operands, left_blocks
 from .._plan.trace import Links, Option, Trace
 from .._runtime.trace import EventLog
 from .._saved.block import Block
@@ -55,9 +55,9 @@ from .limits import Limits
 from .meter import Meter, ProcessMeter, Sample
 from .planned import Planned, RecomputedRegion
 from .record import Costs, StepRecord, compared_with_unmanaged, links_of, trace_of
-from .recording import RecordingClock, StepRecording
+from .recording import StepRecording
 from .shape import EndedStep, StepShape
-from .solving import Kept, Solving, left_alone
+from .solving import Kept, Solving
 
 __all__ = ["Planner", "auto_budget", "held_and_spare"]
 
@@ -100,7 +100,6 @@ class Planner(Controller):
         self.min_bytes = _LEAST_BYTES if loaded is None and budget != 1 else MIN_BYTES
         """The smallest storage that moves, if the caller does not say. In the first step smaller ones do, too,
         and after it if the budget cannot be kept otherwise."""
-        self._smallest_bytes = 0  # the largest budget reported as the smallest possible
         self._tier = tier
         self._limits = Limits(windows)
         self._meter = meter(self._limits.held_bytes)
@@ -112,16 +111,13 @@ class Planner(Controller):
         self.regions = Regions() if tier is not None else None
         """The forwards of modules that may be recomputed; ``None``: such modules are recomputed whatever the
         plan is."""
-        self._recording = StepRecording(
-            event_log, self._meter, self.regions, self._guard, gives_back=tier is None
+        self.clock = self._recording = StepRecording(
+            event_log, self._meter, self.regions, is_process=device is None
         )
         self._first_steps = FirstSteps(
             self._budget,
             copies_aside=device is not None,
             keeps_first=device is None and tier is not None,
-        )
-        self.clock: RecordingClock = RecordingClock(
-            self._meter, self._recording, lambda: self.asks_prices, is_process=device is None
         )
         self._steps = 0
         self._has_failed = False  # whether this step ran out of memory
@@ -233,7 +229,7 @@ class Planner(Controller):
         if self.follower.is_loaded:
             self.follower.apply_loaded()
             if not first:
-                self._count_exceeding(highest_bytes)
+                self._reports.count(highest_bytes, is_loaded=True)
         elif self.follower.choices is None:
             self._measure(record, seconds, ended.asked_bytes)
         elif not first:
@@ -258,7 +254,7 @@ class Planner(Controller):
         else:  # it may have saved more than assumed; the next step is checked
             self._reports.note_unseen(found.peak_bytes)
             found = replace(found, peak_bytes=min(found.peak_bytes, self._budget))
-        self._count_exceeding(found.peak_bytes)
+        self._reports.count(found.peak_bytes, is_loaded=False)
         if ended.was_larger:
             self._plan_for_larger(record, ended.asked_bytes)
             return
@@ -280,7 +276,7 @@ class Planner(Controller):
         """
         paused, before = self._meter.pause(), self._meter.now()
         self._guard.trim()
-        self._returned_bytes = max(0, before - self._meter.now())
+        self._returned_bytes += max(0, before - self._meter.now())
         self._meter.resume(paused)
 
     def _measure(self, record: StepRecord | None, seconds: float, asked_bytes: int) -> None:
@@ -341,7 +337,7 @@ class Planner(Controller):
         trace = self._traced(first.traced, self._links, costs, priced=first.largest)
         differs = 0
         if first.left_peak_bytes:
-            cached_bytes = first.left_peak_bytes - left_alone(trace)[1].forecast.peak_bytes
+            cached_bytes = first.left_peak_bytes - left_alone(trace).forecast.peak_bytes
             # More than all saved bytes has another cause, for example an evaluation.
             if abs(cached_bytes) <= _saved_by(trace):
                 trace = replace(trace, beside_left_bytes=cached_bytes)
@@ -438,7 +434,7 @@ class Planner(Controller):
         """Plan for an ended step that was larger than the planned one, or was expected to be."""
         self._recording.stop()
         self._limits.set_resident(self._limits.resident)
-        self._limits.set_windows(self._limits.planned_windows)
+        self._limits.set_windows(self.follower.windows)
         if record is None or self._shape.expects_larger or self._solving.is_running:
             return
         if not self._links.down_rate:  # the first step fit, so no other was measured
@@ -457,7 +453,7 @@ class Planner(Controller):
             self._shape.await_next()
             return
         left = left_alone(trace)
-        fits = left[2] <= self._target()
+        fits = left.forecast.peak_bytes <= self._target()
         if self._first_steps.keeps_larger and not fits:
             self._first_steps.keeps_larger = False  # the next such step measures what moving costs
             self._shape.await_another()
@@ -466,7 +462,7 @@ class Planner(Controller):
         self._shape.begin_plan(asked_bytes)
         self._corrections.begin_larger()
         if self._first_steps.keeps_larger:
-            self._solving.found = left
+            self._solving.found = trace, left
             self._adopt()
         else:
             self._solve(trace)
@@ -480,9 +476,9 @@ class Planner(Controller):
         trace = first_trace.raised(grown)
         left = left_alone(trace)
         target = self._target()
-        if left[2] <= target:
+        if left.forecast.peak_bytes <= target:
             self._recording.stop()
-            self._solving.found = left
+            self._solving.found = trace, left
             return
         if self._first_steps.tries_again():
             self._begin_first()
@@ -523,7 +519,7 @@ class Planner(Controller):
             )
 
     def _smallest_of(self, trace: Trace) -> int:
-        return smallest_budget(trace, allowed=self._allowed(), windows=self._limits.given_windows)
+        return smallest_budget(trace, windows=self._limits.given_windows)
 
     def _ran_out(self, *, earlier: bool) -> str:
         """Hold less from now on, if possible: the device ran out of memory within the budget.
@@ -569,11 +565,6 @@ class Planner(Controller):
     def _named(self) -> str:
         where = f" of {self._device_name}" if self._device is not None else ""
         return f"budget={format_bytes(self._budget)}{where}"
-
-    def _count_exceeding(self, highest_bytes: int) -> None:
-        is_loaded = self.follower.is_loaded
-        if self._reports.count(highest_bytes, is_loaded=is_loaded):
-            self.follower.has_exceeded = True
 
     def _watch(
         self, record: StepRecord | None, found: StepFigures, looked_bytes: int, *, is_alike: bool
@@ -667,12 +658,12 @@ class Planner(Controller):
         is_left = self.follower.is_left
         # The same trace as before: under a plan, memory that the allocator caches when the plan's own tensors
         # die would count as other memory.
-        trace, solution, _ = found
+        trace, solution = found
         blocks = zip(trace.blocks, solution.choices, strict=True)
         moved = sum(block.nbytes for block, name in blocks if name != "keep")
         left, usable = left_alone(trace), usable_bytes(self._budget)
-        if not is_left and self._corrections.leave_all(moved, usable, left[2]):
-            solving.found = left
+        if not is_left and self._corrections.leave_all(moved, usable, left.forecast.peak_bytes):
+            solving.found = trace, left
             return
         if solving.is_trying:
             if measured[0] > self._budget:
@@ -725,16 +716,19 @@ class Planner(Controller):
         if ways is None:
             return ""
         tier = follower.choose(block, tensor, modules)
-        if self._recording.is_on and self.asks_prices:
+        if self.asks_prices:
             paused = self.pause()
-            self._was_priced(block, paused, ways.prices())
+            prices = ways.prices()
+            self._meter.resume(paused)
+            options = {name: _option(price) for name, price in prices.items() if price is not None}
+            self._recording.note_options(block.cleanup.serial, options)
         if tier == "recompute" and not ways.can_recompute():
             return follower.instead
         return tier
 
-    def may_leave_bytes(self, threads: int, *, is_block: bool = True) -> int:
+    def may_leave_bytes(self, threads: int) -> int:
         """See :meth:`Controller.may_leave_bytes`."""
-        return self.follower.may_leave_bytes(threads, is_block=is_block)
+        return self.follower.may_leave_bytes(threads)
 
     def fits_unseen(self) -> bool:
         """See :meth:`Controller.fits_unseen`."""
@@ -776,32 +770,12 @@ class Planner(Controller):
         return has_ended and measured and not self._first_steps.records
 
     def pause(self) -> Any:
-        """Exclude what follows from the step, until :meth:`_was_priced` or :meth:`resume` gets what this
-        returns."""
+        """Exclude what follows from the step, until :meth:`resume` gets what this returns."""
         return self._meter.pause()
-
-    def _was_priced(self, block: Block, paused: Any, found: Mapping[str, Any]) -> None:
-        """Record the prices that codecs and replays had on ``block`` since :meth:`pause`.
-
-        ``found`` has the price of each way; ``None`` if the block cannot be held that way.
-        """
-        prices = {name: None if each is None else _option(each) for name, each in found.items()}
-        self._meter.resume(paused)
-        again = prices.get("recompute")
-        if again is not None:  # recomputing requires recording
-            seconds = self.clock.take_recording_seconds()
-            again = replace(again, save_seconds=again.save_seconds + seconds)
-            prices = {**prices, "recompute": again}
-        self._recording.note_prices(block.cleanup.serial, prices)
 
     # Events of forwards of modules that may be recomputed.
 
-    def trace_forward(self, name: str, index: int) -> tuple[Forward, int]:
-        """Begin the record of a forward; return it with its number, which :meth:`note_forward` needs."""
-        assert self.regions is not None
-        return self.regions.record(name, index)
-
-    def note_forward(self, kind: str, forward: Forward, number: int) -> bool:
+    def note_forward(self, kind: str, forward: Forward) -> bool:
         """Record that a forward begins (``"enter"``) or ends (``"leave"``) now.
 
         Returns:
@@ -809,9 +783,9 @@ class Planner(Controller):
                 another.
         """
         assert self.regions is not None
-        if not self.regions.is_recorded(forward, number):
+        if not self.regions.is_recorded(forward):
             return False
-        self._meter.note((kind, time.perf_counter(), 0.0, 0, number))
+        self._meter.note((kind, time.perf_counter(), 0.0, 0, forward.number))
         return True
 
     def resume(self, paused: Any) -> float:
@@ -823,9 +797,7 @@ class Planner(Controller):
         the system; otherwise it would count as memory of later moments of the step."""
         self._meter.resume(paused)
         if self._device is None:
-            given_back_before = self._returned_bytes
             self._give_back()
-            self._returned_bytes += given_back_before
 
     def may_try(self, name: str) -> bool:
         """Whether a forward of this name may run twice now, to compare: once not everything fits, and if there
@@ -864,10 +836,6 @@ class Planner(Controller):
 
     # Making and following a plan.
 
-    def _allowed(self) -> list[str]:
-        below = [self._tier, REGION] if self._tier is not None else []
-        return ["keep", "recompute", "pack", *below]
-
     def _target(self) -> int:
         return usable_bytes(self._budget) - self._corrections.bias_bytes
 
@@ -880,42 +848,31 @@ class Planner(Controller):
             most = self._budget - self._corrections.bias_bytes
             if least < most:
                 target = max(target, (least + most) // 2)
-        self._solving.begin(
-            trace,
-            target,
-            allowed=self._allowed(),
-            spare_bytes=spare_bytes,
-        )
+        self._solving.begin(trace, target, spare_bytes=spare_bytes)
 
     def _adopt(self, *, begins_step: bool = True) -> None:
         is_first = self._solving.taken is None
-        trace, solution, smallest = self._solving.take()
+        trace, solution = self._solving.take()
         stays = self.regions.all_stays if self.regions is not None else {}
         bias_bytes = self._corrections.bias_bytes
-        plan = plan_of(self._budget, trace, solution, smallest, bias_bytes, stays)
+        plan = plan_of(self._budget, trace, solution, bias_bytes, stays)
         windows = self._limits.given_windows
         plan = replace(plan, device=self._device_name, windows=windows)
-        if plan.state == "too small":  # a reported budget can be kept, and so can any larger one
-            self._smallest_bytes = max(self._smallest_bytes, plan.smallest_budget_bytes or 0)
-            plan = replace(plan, smallest_budget_bytes=self._smallest_bytes)
         self.follower.follow(plan)
         self._plain = plan.plain
         if plan.state == "too small" and (is_first or self._reports.is_too_small):
+            smallest = format_bytes(plan.smallest_budget_bytes or 0)
             self._reports.warn_too_small(
-                f"the smallest that this step can keep is {format_bytes(self._smallest_bytes)}, by an "
-                "estimate with everything moved or recomputed that can be"
+                f"the smallest that this step can keep is {smallest}, by an estimate with everything moved "
+                "or recomputed that can be"
             )
         at_start = trace.moments[0].other_bytes if trace.moments else 0
         is_left = self.follower.is_left
         grown_bytes = max(solution.forecast.peak_bytes, solution.measured_bytes or 0) - at_start
         predicted_bytes = solution.predicted_bytes(bias_bytes)
         holds_too_much = self._guard.plan_for(grown_bytes, predicted_bytes, is_left=is_left)
-        again = [
-            at
-            for at, each in enumerate(trace.cut_at(solution.levels).regions)
-            if solution.choices[each.members[0]] == REGION
-        ]
-        absent = absent_operands(trace.regions, again)
+        problem = Problem(trace.cut_at(solution.levels), self._budget)
+        absent = absent_operands(trace.regions, problem.running_again(solution.choices))
         left = set() if is_left else left_blocks(trace, solution.choices)
         held = [
             block.nbytes
@@ -925,13 +882,11 @@ class Planner(Controller):
         self._bytes_at_start = at_start
         self._shape.follow(held, _saved_by(trace) - sum(held))
         self._most_other_bytes = max(self._most_other_bytes, _most_other(trace))
-        self._limits.planned_windows = solution.windows
-        self._limits.set_windows(self._limits.planned_windows)
+        self._limits.set_windows(solution.windows)
         slack = max(0, self._budget - predicted_bytes)
         left_bytes = sum(trace.blocks[at].nbytes for at in left)
         managed_bytes = max(0, solution.forecast.resident_peak_bytes - left_bytes)
-        self._limits.resident = managed_bytes + slack
-        self._limits.set_resident(self._limits.resident)
+        self._limits.set_resident(managed_bytes + slack)
         under_way = sum(self._limits.windows)
         self._limits.unplanned = max(0, self._target() - self._most_other_bytes - under_way)
         if self.regions is not None and not self.follower.is_loaded:
@@ -941,13 +896,11 @@ class Planner(Controller):
             _saved_by(trace),
             is_left=is_left,
             simulated_peak_bytes=solution.forecast.peak_bytes,
-            window_bytes=sum(self._limits.planned_windows) if solution.forecast.moved_bytes else 0,
+            window_bytes=sum(solution.windows) if solution.forecast.moved_bytes else 0,
         )
         if not self._first_steps.learns:
             self._first_steps.forget()
-        if begins_step and is_left:
-            self._guard.trim()  # free what moving needed
-        elif begins_step and holds_too_much and self._device is None:
+        if begins_step and holds_too_much and self._device is None:
             self._give_back()
         self._begin_measuring()
 

@@ -38,8 +38,6 @@ class StepRecord:
     again: dict[int, int] = field(default_factory=dict)
     """By the number of a block that was saved more than once: the number of blocks in the step at its last
     save."""
-    saves: dict[int, int] = field(default_factory=dict)
-    """By the number of a block that was saved more than once: the number of its saves."""
     copies: set[int] = field(default_factory=set)
     """The numbers of blocks whose memory had been saved before in this step, and had moved: a step that holds
     what is saved again until its last save has no such blocks."""
@@ -376,13 +374,6 @@ class _Events:
         offers: Mapping[str, Mapping[str, Option]],
     ) -> None:
         self._record, self._costs, self._tier, self._offers = record, costs, tier, offers
-        saved = [
-            event[4]
-            for event in record.events
-            if event[0] == "save" and event[4] not in record.copies
-        ]
-        self._saves_each = sum(record.saves.get(each, 1) for each in saved) / max(1, len(saved))
-        self._parts: list[float] = []  # of each block: its saves, over the mean
         self._used: set[int] = set()
         self.blocks: list[TracedBlock] = []
         self.index: dict[int, int] = {}
@@ -419,15 +410,9 @@ class _Events:
 
     def _add_block(self, number: int, nbytes: int) -> None:
         record, group = self._record, self._record.groups.get(number, "")
-        part = record.saves.get(number, 1) / self._saves_each
-        options = _options(nbytes, self._costs, self._tier, self._offers.get(group, {}), part)
+        options = _options(nbytes, self._costs, self._tier, self._offers.get(group, {}))
         self.index[number] = len(self.blocks)
-        self._parts.append(part)
         self.blocks.append(TracedBlock(group, nbytes, options, record.again.get(number, 0)))
-
-    def use_seconds(self, at: int) -> float:
-        """Return the hooks' seconds at the use of a block that stays."""
-        return self._parts[at] * self._costs.kept[1] + self._costs.extra_each / 2
 
 
 def trace_of(
@@ -469,7 +454,7 @@ def trace_of(
             each,
             save_seconds=each.save_seconds + len(each.members) * costs.extra_each / 2,
             use_seconds=each.use_seconds
-            + sum(events.use_seconds(member) for member in each.members),
+            + len(each.members) * (costs.kept[1] + costs.extra_each / 2),
         )
         for each in _alike(regions, blocks)
     )
@@ -487,7 +472,7 @@ def trace_of(
 
 
 def _options(
-    nbytes: int, costs: Costs, tier: str, offers: Mapping[str, Option], part: float
+    nbytes: int, costs: Costs, tier: str, offers: Mapping[str, Option]
 ) -> dict[str, Option]:
     """Return the ways to hold a block.
 
@@ -496,10 +481,9 @@ def _options(
         costs: per block.
         tier: see :func:`trace_of`.
         offers: the ways other than staying and moving, without the hooks' time.
-        part: weight of the block in the hooks, by how often it was saved; 1 is the mean.
     """
     (kept_save, kept_use), (moved_save, moved_use) = costs.kept, costs.moved
-    save, use = (part * each + costs.extra_each / 2 for each in costs.kept)
+    save, use = (each + costs.extra_each / 2 for each in costs.kept)
     transfer = costs.per_moved_byte * nbytes
     return {
         "keep": Option(nbytes, save, use),

@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
 from typing import Any
 
 from .._core.controller import StepClock
 from .._plan.regions import Regions
 from .._plan.trace import Option
 from .._runtime.trace import EventLog
-from .guard import MemoryGuard
 from .meter import Meter
 from .record import StepRecord
 
-__all__ = ["RecordingClock", "StepRecording"]
+__all__ = ["StepRecording"]
 
-_GIVEN_BACK_BYTES = 64 << 20
 _OF_BLOCKS = ("save", "use", "free")
 
 
-class StepRecording:
+class StepRecording(StepClock):
     """Record the steps that one planner measures, from the events of the stash's log.
 
     Args:
         event_log: of the stash.
         meter: of the device.
         regions: see :attr:`Planner.regions`.
-        guard: returns free memory to the system.
-        gives_back: see :attr:`gives_back`.
+        is_process: whether the meter is the CPU's.
     """
 
     def __init__(
@@ -36,16 +31,11 @@ class StepRecording:
         event_log: EventLog,
         meter: Meter,
         regions: Regions | None,
-        guard: MemoryGuard,
         *,
-        gives_back: bool,
+        is_process: bool,
     ) -> None:
         self._event_log, self._meter, self._regions = event_log, meter, regions
-        self._guard = guard
-        self.gives_back = gives_back
-        """Whether to return freed memory to the system during backward. It is set where nothing moves: then the
-        allocator keeps all that backward frees, which would count as memory that is not the stash's."""
-        self._freed_bytes = 0  # freed since that was last done
+        self._is_process = is_process
         self.is_on = self._has_ended = False
         self.begin_step()
 
@@ -83,7 +73,6 @@ class StepRecording:
         self._groups: dict[int, str] = {}
         self._offers: dict[int, dict[str, Option]] = {}
         self._again: dict[int, int] = {}
-        self._saves: dict[int, int] = {}
         self._copies: set[int] = set()
 
     def note_class(self, serial: int, group: str) -> None:
@@ -96,17 +85,14 @@ class StepRecording:
         if self.is_on:
             self._copies.add(serial)
 
-    def note_prices(self, serial: int, prices: Mapping[str, Option | None]) -> None:
-        """Record the costs of each way to hold a block; ``None`` if it cannot be held that way."""
-        self._offers[serial] = {
-            name: option for name, option in prices.items() if option is not None
-        }
+    def note_options(self, serial: int, options: dict[str, Option]) -> None:
+        """Record the ways to hold a block, other than staying and moving."""
+        self._offers[serial] = options
 
     def note_saved_again(self, serial: int, counted: int) -> None:
         """Record that a block was saved once more, when the step had ``counted`` blocks."""
         if self.is_on:
             self._again[serial] = counted
-            self._saves[serial] = self._saves.get(serial, 1) + 1
             if self._regions is not None:
                 self._regions.saved_again(serial)
 
@@ -119,7 +105,6 @@ class StepRecording:
             self._groups,
             self._offers,
             self._again,
-            self._saves,
             self._copies,
             regions.take() if regions is not None else [],
             regions.all_stays if regions is not None else {},
@@ -133,37 +118,6 @@ class StepRecording:
         if event[0] in _OF_BLOCKS and event[4] not in self._groups:
             return  # of another device, or of an earlier step
         self._meter.note(event)
-        if not self.gives_back:
-            return
-        if event[0] == "free":
-            self._freed_bytes += event[3]
-        elif event[0] == "use" and self._freed_bytes >= _GIVEN_BACK_BYTES:
-            self._freed_bytes, paused = 0, self._meter.pause()
-            self._guard.trim()
-            self._meter.resume(paused)
-
-
-class RecordingClock(StepClock):
-    """Excludes the stash's own time from the steps that are recorded.
-
-    Args:
-        meter: of the device.
-        recording: of the steps.
-        asks_prices: return whether the cost of each way to hold a block is measured now.
-        is_process: whether the meter is the CPU's.
-    """
-
-    def __init__(
-        self,
-        meter: Meter,
-        recording: StepRecording,
-        asks_prices: Callable[[], bool],
-        *,
-        is_process: bool,
-    ) -> None:
-        self._meter, self._recording = meter, recording
-        self._asks_prices, self._is_process = asks_prices, is_process
-        self._recording_seconds = 0.0  # of operations, not yet in any block's price
 
     def hook_begins(self) -> Any:
         """See :meth:`StepClock.hook_begins`."""
@@ -175,16 +129,5 @@ class RecordingClock(StepClock):
 
     def hook_took(self, kind: str, began: Any) -> None:
         """See :meth:`StepClock.hook_took`."""
-        if self._recording.is_on and began is not None:
+        if self.is_on and began is not None:
             self._meter.hook_took(kind, began)
-
-    def recording_took(self, seconds: float) -> None:
-        """See :meth:`StepClock.recording_took`."""
-        if self._is_process and self._asks_prices():
-            self._recording_seconds += seconds
-            self._meter.resume(time.perf_counter() - seconds)
-
-    def take_recording_seconds(self) -> float:
-        """Return the seconds of recording operations since the last call."""
-        seconds, self._recording_seconds = self._recording_seconds, 0.0
-        return seconds

@@ -68,8 +68,10 @@ class StepShape:
         # First blocks: this step's, the last step's, and the largest of any step that was not larger.
         self._first_bytes = self._ended_first_bytes = self._most_first_bytes = 0
         self._most_saved_bytes = sys.maxsize  # of the blocks of a step that is not larger
-        # In this step so far: blocks, those of them whose memory had moved before, and all saves.
-        self._saved_bytes = self._again_bytes = self._asked_bytes = 0
+        self.saved_bytes = 0
+        """Bytes of this step's blocks so far."""
+        # In this step so far: blocks whose memory had moved before, and all saves.
+        self._again_bytes = self._asked_bytes = 0
         self.is_seen = True
         """Whether all saves of this step so far were seen: see :meth:`take_rest_as_known`."""
         # Steps in a row that were seen and saved the same, and how much.
@@ -85,7 +87,7 @@ class StepShape:
         """Begin a step, and return what the last one saved."""
         ended = EndedStep(
             self.is_larger,
-            self._saved_bytes - self._again_bytes,
+            self.saved_bytes - self._again_bytes,
             # What was not seen is taken to be as much as in the planned step.
             self._asked_bytes if self.is_seen else max(self._asked_bytes, self._known_asked_bytes),
             self._most_asked_bytes,
@@ -100,7 +102,7 @@ class StepShape:
             self._steady_bytes = ended.asked_bytes
         self.is_larger = self.is_unknown = self.manages_more = False
         self._ended_first_bytes = self._first_bytes
-        self.counted = self._saved_bytes = self._again_bytes = self._asked_bytes = 0
+        self.counted = self.saved_bytes = self._again_bytes = self._asked_bytes = 0
         return ended
 
     def count(
@@ -119,7 +121,7 @@ class StepShape:
                 point.
         """
         larger = None
-        if not self._saved_bytes:
+        if not self.saved_bytes:
             if is_planned:
                 self.begins_as_known = nbytes == self._known_first_bytes
                 if nbytes > self._most_first_bytes or self.expects_larger:
@@ -127,10 +129,10 @@ class StepShape:
             self._first_bytes = nbytes
         elif (
             not (self.is_larger or self.manages_more)
-            and self._saved_bytes - self._again_bytes > self._most_saved_bytes
+            and self.saved_bytes - self._again_bytes > self._most_saved_bytes
         ):
-            larger = self._saved_bytes, self.known_bytes
-        self._saved_bytes += nbytes
+            larger = self.saved_bytes, self.known_bytes
+        self.saved_bytes += nbytes
         self._again_bytes += nbytes * is_again
         self.counted += 1
         return larger
@@ -138,11 +140,6 @@ class StepShape:
     def count_saved(self, nbytes: int) -> None:
         """Add the bytes of saved storages, each counted as often as it was saved."""
         self._asked_bytes += nbytes
-
-    @property
-    def saved_bytes(self) -> int:
-        """Bytes of this step's blocks so far."""
-        return self._saved_bytes
 
     @property
     def most_held_bytes(self) -> int:

@@ -3,32 +3,24 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .._plan.simulate import NO_WINDOWS, Windows, simulate
+from .._plan.simulate import Windows
 from .._plan.solution import Solution, best_of
-from .._plan.solve import follow, smallest_budget, solve_with_cuts, whole_calls
+from .._plan.solve import follow, solve_with_cuts, whole_calls
 from .._plan.trace import Trace, TracedBlock
 from ..plan import StepFigures
 
-__all__ = ["Kept", "Solved", "Solving", "left_alone"]
+__all__ = ["Kept", "Solved", "Solving"]
 
-Solved = tuple[Trace, Solution, int]
-"""The trace that was planned for, the solution, and the smallest budget that such a step can keep."""
+Solved = tuple[Trace, Solution]
+"""The trace that was planned for, and the solution."""
 
 _ALIKE = 0.01  # step times that differ by a smaller part count as equal
 _TRIED = 0.1  # a plan is tried whose predicted time is at most so much longer
 _FASTER = 0.05  # a plan takes the place of another one whose steps take so much longer
-
-
-def left_alone(trace: Trace) -> Solved:
-    """Return the solution in which every block stays in place, unmanaged."""
-    plain = simulate(trace, trace.left_alone(), NO_WINDOWS)
-    kept = ("keep",) * len(trace.blocks)
-    solution = Solution(kept, NO_WINDOWS, plain, plain.step_seconds, fits=True, left_after=0)
-    return trace, solution, plain.peak_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +89,6 @@ class Solving:
         trace: Trace,
         target: int,
         *,
-        allowed: Sequence[str],
         spare_bytes: int = 0,
     ) -> None:
         """Begin to solve for ``target`` bytes, leaving ``spare_bytes`` of them free if possible."""
@@ -112,22 +103,18 @@ class Solving:
         def work() -> None:
             try:
                 planned_for = trace.raised(spare_bytes)
-                solution = self._solved(planned_for, target, allowed)
+                solution = self._solved(planned_for, target)
                 if not solution.fits and spare_bytes:
                     planned_for = trace
-                    solution = self._solved(trace, target, allowed)
+                    solution = self._solved(trace, target)
                 best = solution
                 for is_near in (False, True):
                     if not is_near or not best.fits:
                         among = [each for each in kept if each.is_near is is_near]
-                        best = best_of([best, *_kept_of(planned_for, among, allowed)], _ALIKE)
+                        best = best_of([best, *_kept_of(planned_for, among)], _ALIKE)
                 # The bound is for choices that are predicted to fit; kept choices may not be.
                 bound = min(solution.bound_seconds, best.forecast.step_seconds)
-                solution = replace(best, bound_seconds=bound)
-                smallest = solution.forecast.peak_bytes
-                if not solution.fits:
-                    smallest = smallest_budget(trace, allowed=allowed, windows=self._windows)
-                self.found = planned_for, solution, smallest
+                self.found = planned_for, replace(best, bound_seconds=bound)
             except Exception as error:  # a failed plan must not end the program
                 note = f"planning failed ({error!r}): the stash continues as before"
                 self._notes[note] = None
@@ -143,8 +130,8 @@ class Solving:
                 thread  # after an interrupt before this line, wait() does not wait for it
             )
 
-    def _solved(self, trace: Trace, target: int, allowed: Sequence[str]) -> Solution:
-        return solve_with_cuts(trace, target, allowed=allowed, windows=self._windows)
+    def _solved(self, trace: Trace, target: int) -> Solution:
+        return solve_with_cuts(trace, target, windows=self._windows)
 
     def timed(self, measured: StepFigures) -> None:
         """Record what the steps of the plan that is followed take. Follow another one again whose steps took
@@ -173,14 +160,14 @@ class Solving:
         if self._has_tried or self.taken is None:
             return False
         self._has_tried = True
-        trace, solution, smallest = self.taken
+        trace, solution = self.taken
         other = whole_calls(trace, target, solution.windows)
         if other is None or other.choices == solution.choices:
             return False
         most = solution.forecast.step_seconds * (1 + _TRIED)
         if other.forecast.step_seconds > most:
             return False
-        trial = trace, replace(other, bound_seconds=solution.bound_seconds), smallest
+        trial = trace, replace(other, bound_seconds=solution.bound_seconds)
         self.found = self._trial = trial
         return True
 
@@ -228,7 +215,7 @@ class Solving:
 
 def _key(solved: Solved) -> Any:
     """What two solutions have in common that are carried out alike."""
-    _, solution, _ = solved
+    _, solution = solved
     return solution.choices, solution.levels, solution.windows
 
 
@@ -236,8 +223,8 @@ def _seconds_of(timed: tuple[StepFigures, Solved]) -> float:
     return timed[0].step_seconds
 
 
-def _kept_of(trace: Trace, kept: Iterable[Kept], allowed: Sequence[str]) -> Iterable[Solution]:
+def _kept_of(trace: Trace, kept: Iterable[Kept]) -> Iterable[Solution]:
     for each in kept:
         of = trace.cut_at(each.levels)
-        solution = follow(of, each.choices, each.windows, allowed=allowed)
+        solution = follow(of, each.choices, each.windows)
         yield replace(solution, measured_bytes=each.peak_bytes, levels=each.levels)

@@ -210,10 +210,6 @@ class Admission:
         self, tensor: Tensor, thread_state: ThreadState, storage: torch.UntypedStorage
     ) -> object:
         """Pack a tensor while a step is measured, and report the time, which must not count as computing."""
-        if thread_state.tape is not None:
-            seconds = thread_state.tape.take_seconds()
-            for planner in self._session.planners.values():
-                planner.clock.recording_took(seconds)
         began = self._session.hook_begins(tensor.device)
         try:
             return self._pack_large(tensor, thread_state, storage)
@@ -592,7 +588,7 @@ class Admission:
         self.count_left(_COPIED, nbytes)
         planner = session.planner_at_work(tiers) if session.planners else None
         if planner is not None:
-            self._allow(planner, thread_state, device, is_block=False)
+            self._allow(planner, thread_state, device)
 
     def _admit(
         self,
@@ -664,13 +660,11 @@ class Admission:
         planner: Controller,
         thread_state: ThreadState,
         device: torch.device,
-        *,
-        is_block: bool = True,
     ) -> None:
         """After a save: set how many bytes may be saved before the planner is asked again."""
         session = self._session
         if self._codec is None:  # a codec is asked for each tensor
-            nbytes = planner.may_leave_bytes(len(session.thread_states), is_block=is_block)
+            nbytes = planner.may_leave_bytes(len(session.thread_states))
             thread_state.may_leave(nbytes, device, session.uses)
             if nbytes >= 0 and self._policy is None:
                 self.hooks_off.consider(thread_state)

@@ -43,10 +43,6 @@ class StepClock(ABC):
     def hook_took(self, kind: str, began: Any) -> None:
         """Record the time since ``began`` of a ``"pack hook"``, ``"unpack hook"`` or ``"region hook"``."""
 
-    @abstractmethod
-    def recording_took(self, seconds: float) -> None:
-        """Record how long operations were recorded since the last block."""
-
 
 class Controller(ABC):
     """Decides for one device. The caller holds the stash's lock, unless a method says otherwise."""
@@ -100,12 +96,11 @@ class Controller(ABC):
         """
 
     @abstractmethod
-    def may_leave_bytes(self, threads: int, *, is_block: bool = True) -> int:
+    def may_leave_bytes(self, threads: int) -> int:
         """Return how many bytes may be saved and stay in place before the next call; -1: none.
 
         Args:
             threads: the number of threads that may each save that much.
-            is_block: whether the last save made a block.
         """
 
     @abstractmethod

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
 from .prices import least_prefix
 from .search import Search
-from .simulate import Windows
 from .solution import Solution
 from .table import REGION, Problem
 from .trace import Trace
@@ -35,36 +35,26 @@ class _Upgrade(NamedTuple):
     """See :meth:`TracedRegion.cut_at`."""
 
 
-def mixed(
-    trace: Trace, budget: int, names: Sequence[str], windows: Windows, count: int
-) -> list[tuple[Solution, Search]]:
+def mixed(problem: Problem, count: int) -> list[tuple[Solution, Search]]:
     """Return the mixtures, each with the search that may improve it.
 
     Args:
-        trace: the step, with regions.
-        budget: the most bytes of memory at any moment.
-        names: of the options that may be chosen.
-        windows: of the two directions.
+        problem: of a step with regions.
         count: how many mixtures, without the one that recomputes nothing.
     """
+    trace = problem.trace
     changes = sorted(each for at in range(len(trace.regions)) for each in _upgrades(trace, at))
     ends = {len(changes) * at // count for at in range(count + 1)}
-    ends.add(_fewest_that_fit(trace, budget, names, windows, changes))
-    return [_mixture(trace, budget, names, windows, changes[:end]) for end in sorted(ends)]
+    ends.add(_fewest_that_fit(problem, changes))
+    return [_mixture(problem, changes[:end]) for end in sorted(ends)]
 
 
-def _fewest_that_fit(
-    trace: Trace,
-    budget: int,
-    names: Sequence[str],
-    windows: Windows,
-    changes: Sequence[_Upgrade],
-) -> int:
+def _fewest_that_fit(problem: Problem, changes: Sequence[_Upgrade]) -> int:
     """Return how many of the changes the budget needs if nothing moves; all of them if they are too few."""
 
     def fits(end: int) -> bool:
-        problem, start, _ = _start(trace, budget, names, windows, changes[:end])
-        return problem.forecast(start, windows).peak_bytes <= budget
+        of, start, _ = _start(problem, changes[:end])
+        return of.forecast(start).peak_bytes <= of.budget
 
     return bisect.bisect_left(range(len(changes)), True, key=fits)
 
@@ -91,32 +81,22 @@ def _slope(one: tuple[int, float, int], other: tuple[int, float, int]) -> float:
 
 
 def _start(
-    trace: Trace,
-    budget: int,
-    names: Sequence[str],
-    windows: Windows,
-    changes: Sequence[_Upgrade],
+    problem: Problem, changes: Sequence[_Upgrade]
 ) -> tuple[Problem, list[str], tuple[int, ...]]:
     """Return the problem, the choices and the levels with these changes, if nothing moves."""
-    of = {each.region: each.level for each in changes}
-    levels = tuple(of.get(at, 0) for at in range(len(trace.regions)))
-    problem = Problem(trace.cut_at(levels), budget, names, windows)
+    trace, level_of = problem.trace, {each.region: each.level for each in changes}
+    levels = tuple(level_of.get(at, 0) for at in range(len(trace.regions)))
+    problem = replace(problem, trace=trace.cut_at(levels))
     start = ["keep"] * len(trace.blocks)
-    for at in of:
+    for at in level_of:
         for member in problem.regions[at].members:
             start[member] = REGION
     return problem, start, levels
 
 
-def _mixture(
-    trace: Trace,
-    budget: int,
-    names: Sequence[str],
-    windows: Windows,
-    changes: Sequence[_Upgrade],
-) -> tuple[Solution, Search]:
-    problem, start, levels = _start(trace, budget, names, windows, changes)
-    least_bytes = max(each.nbytes for each in trace.blocks) // _LEAST_PART
+def _mixture(problem: Problem, changes: Sequence[_Upgrade]) -> tuple[Solution, Search]:
+    problem, start, levels = _start(problem, changes)
+    least_bytes = max(each.nbytes for each in problem.trace.blocks) // _LEAST_PART
     moves: dict[int, str] = {}
     for block, name in enumerate(start):
         for other, option in problem.options(block) if name != REGION else ():
@@ -126,9 +106,8 @@ def _mixture(
     def up_to(count: int) -> list[str]:
         return [moves.get(at, name) if at < count else name for at, name in enumerate(start)]
 
-    choices = tuple(up_to(least_prefix(problem, windows, up_to)))
-    forecast = problem.forecast(choices, windows)
-    solution = Solution(
-        choices, windows, forecast, 0.0, fits=forecast.peak_bytes <= budget, levels=levels
-    )
-    return solution, Search(problem, windows, 0.0)
+    choices = tuple(up_to(least_prefix(problem, up_to)))
+    forecast = problem.forecast(choices)
+    fits = forecast.peak_bytes <= problem.budget
+    solution = Solution(choices, problem.windows, forecast, 0.0, fits=fits, levels=levels)
+    return solution, Search(problem, 0.0)

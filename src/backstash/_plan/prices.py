@@ -3,11 +3,11 @@ choices."""
 
 from __future__ import annotations
 
+import bisect
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from .simulate import Windows
 from .table import REGION, Group, Problem, Table, added_seconds
 from .trace import Option
 
@@ -81,8 +81,14 @@ def _cheapest(table: Table, memory_prices: list[float], per_moved_byte: float) -
     return turn
 
 
-def by_prices(problem: Problem, windows: Windows, first: int) -> tuple[float, list[Candidate]]:
-    """Return a lower bound of the step's seconds, and the choices at the best prices tried."""
+def by_prices(problem: Problem, inflight_bytes: int, first: int) -> tuple[float, list[Candidate]]:
+    """Return a lower bound of the step's seconds, and the choices at the best prices tried.
+
+    Args:
+        problem: the problem.
+        inflight_bytes: bytes that may still be in flight after the last save.
+        first: the moment at which memory gets a price first.
+    """
     trace, links = problem.trace, problem.trace.links
     moments = [first]
     # Writes have the time up to the last save, plus the window; reads have the time from the first use on. With
@@ -90,7 +96,7 @@ def by_prices(problem: Problem, windows: Windows, first: int) -> tuple[float, li
     # in memory all the time, so keeping it costs no more.
     last_save = max(problem.saves.values(), default=0)
     spare_down = sum(moment.seconds for moment in trace.moments[: last_save + 1])
-    spare_down += windows.inflight_bytes / links.down_rate
+    spare_down += inflight_bytes / links.down_rate
     before_use = sum(moment.seconds for moment in trace.moments[: problem.first_use])
     spare_up = trace.compute_seconds - before_use
     computing = max(trace.compute_seconds, 1e-9)
@@ -127,7 +133,7 @@ def by_prices(problem: Problem, windows: Windows, first: int) -> tuple[float, li
         names = [name for name, _option in best_here.chosen]
         choices = _assigned(problem, table, names, best_here.again)
         candidates.append(Candidate(choices, link_seconds))
-        outcome = problem.forecast(choices, windows)
+        outcome = problem.forecast(choices)
         if outcome.peak_bytes <= problem.budget or outcome.peak_moment in moments:
             break
         moments.append(outcome.peak_moment)
@@ -158,7 +164,7 @@ def holding_least(problem: Problem, *, again: bool) -> list[str]:
     ]
 
 
-def earliest(problem: Problem, windows: Windows) -> list[Candidate]:
+def earliest(problem: Problem) -> list[Candidate]:
     """Return choices that free the fewest of the first saved blocks, so that all later ones are unmanaged.
 
     Each freed block takes the option that is cheapest per byte. If regions can be recomputed, a second
@@ -181,20 +187,19 @@ def earliest(problem: Problem, windows: Windows) -> list[Candidate]:
 
     found = []
     for again in (False, True) if problem.regions else (False,):
-        count = least_prefix(problem, windows, functools.partial(up_to, again=again))
+        count = least_prefix(problem, functools.partial(up_to, again=again))
         found.append(Candidate(up_to(count, again=again), link_seconds))
     return found
 
 
-def least_prefix(problem: Problem, windows: Windows, up_to: Callable[[int], Sequence[str]]) -> int:
+def least_prefix(problem: Problem, up_to: Callable[[int], Sequence[str]]) -> int:
     """Return how many of the first blocks the choices ``up_to`` of them have to free so that the step fits; all
     of them if it never does."""
-    few, many = 0, len(problem.trace.blocks)  # the answer lies between these
-    while few < many:
-        middle = (few + many) // 2
-        fits = problem.forecast(up_to(middle), windows).peak_bytes <= problem.budget
-        few, many = (few, middle) if fits else (middle + 1, many)
-    return many
+
+    def fits(count: int) -> bool:
+        return problem.forecast(up_to(count)).peak_bytes <= problem.budget
+
+    return bisect.bisect_left(range(len(problem.trace.blocks)), True, key=fits)
 
 
 def _cheapest_freeing(problem: Problem, link_seconds: float) -> list[str]:

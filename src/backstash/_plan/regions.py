@@ -10,7 +10,6 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 from .cuts import CallGraph, cuts_of
@@ -52,6 +51,9 @@ class Forward:
 
     name: str
     index: int
+    """Its index among the step's forwards of this name."""
+    number: int = 0
+    """Its index among all forwards of the recorded step."""
     saved: dict[int, int] = field(default_factory=dict)
     """Block by the number of its save: blocks that this forward saved first."""
     again: Counter[int] = field(default_factory=Counter)
@@ -207,15 +209,16 @@ class Regions:
         """Record that a measured step has a forward of this name, which may still be refused."""
         self._known.add(name)
 
-    def record(self, name: str, index: int) -> tuple[Forward, int]:
-        """Return a new record of a forward, and its index among those of the step."""
-        forward = Forward(name, index)
+    def record(self, name: str, index: int) -> Forward:
+        """Return a new record of a forward."""
+        forward = Forward(name, index, len(self._forwards))
         self._forwards.append(forward)
-        return forward, len(self._forwards) - 1
+        return forward
 
-    def is_recorded(self, forward: Forward, number: int) -> bool:
+    def is_recorded(self, forward: Forward) -> bool:
         """Whether this is a record of the step that is being recorded."""
-        return number < len(self._forwards) and self._forwards[number] is forward
+        at = forward.number
+        return at < len(self._forwards) and self._forwards[at] is forward
 
     def add_small(self, forward: Forward, storage: int, nbytes: int) -> None:
         """Count a tensor that a recorded forward saved and that is too small to be a block."""
@@ -255,7 +258,7 @@ class Regions:
         self,
         choices: Mapping[str, Sequence[str]],
         stays: Stays,
-        left_bytes: Mapping[str, Sequence[int]] = MappingProxyType({}),
+        left_bytes: Mapping[str, Sequence[int]],
     ) -> None:
         """Follow the plan from now on.
 

@@ -44,20 +44,21 @@ class _Change:
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """Change the choices of one problem, with given windows.
+    """Change the choices of one problem.
 
     All methods except :meth:`repair` and :meth:`lower` return their argument if they find nothing better.
     """
 
     problem: Problem
-    windows: Windows
     link_seconds: float
     """Price of a byte that moves both ways, in seconds."""
 
     def repair(self, start: Sequence[str]) -> Solution:
         """Change single choices until the peak fits."""
         choices, forecast = self._repaired(start, self.problem.budget, _REPAIRS)
-        return Solution(tuple(choices), self.windows, forecast, 0.0, fits=self._fits(forecast))
+        return Solution(
+            tuple(choices), self.problem.windows, forecast, 0.0, fits=self._fits(forecast)
+        )
 
     def _repaired(
         self,
@@ -109,7 +110,7 @@ class Search:
     def lower(self, start: Sequence[str]) -> Solution:
         """Return choices with as small a peak as the search finds. It lowers the budget in steps, which double
         where the choices can be repaired to fit, and halve where they cannot."""
-        best = Solution(tuple(start), self.windows, self._forecast(start), 0.0, fits=False)
+        best = Solution(tuple(start), self.problem.windows, self._forecast(start), 0.0, fits=False)
         step = best.forecast.peak_bytes // _FIRST_STEP
         while step >= max(1, best.forecast.peak_bytes // _LAST_STEP):
             lower = best.forecast.peak_bytes - step
@@ -196,8 +197,7 @@ class Search:
                 if windows in tried or min(windows) < _MIB:
                     continue
                 tried.add(windows)
-                problem = replace(self.problem, windows=windows)
-                search = Search(problem, windows, self.link_seconds)
+                search = replace(self, problem=replace(self.problem, windows=windows))
                 found = search.fill(search.repair(best.choices))
                 if rank(found) < rank(best):
                     best, turns = found, True
@@ -205,7 +205,7 @@ class Search:
         return best
 
     def _forecast(self, choices: Sequence[str]) -> Forecast:
-        return self.problem.forecast(choices, self.windows)
+        return self.problem.forecast(choices)
 
     def _fits(self, forecast: Forecast) -> bool:
         return forecast.peak_bytes <= self.problem.budget

@@ -56,10 +56,8 @@ class Forecast:
 def _order(trace: Trace, region_of: Mapping[int, int], moved: Collection[int]) -> list[int]:
     """Return the moved blocks in the order in which backward needs them. A region's inputs come before the
     first use of a member."""
-    if not region_of:
-        return [block for block in trace.uses() if block in moved]
     order: dict[int, None] = {}
-    for block in trace.uses():
+    for block in trace.span("use"):
         region = region_of.get(block)
         given = trace.regions[region].inputs if region is not None else ()
         order |= dict.fromkeys(each for each in (*given, block) if each in moved)

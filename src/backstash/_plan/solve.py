@@ -30,7 +30,7 @@ from .solution import Solution, best_of, rank
 from .table import REGION, Problem
 from .trace import Option, Trace
 
-__all__ = ["follow", "smallest_budget", "solve", "solve_with_cuts", "whole_calls"]
+__all__ = ["follow", "left_alone", "smallest_budget", "solve", "solve_with_cuts", "whole_calls"]
 
 _FILLED = 4  # so many of the best candidates are filled
 _MIXTURES = 16  # tried between recomputing nothing and everything; fewer in a step of many blocks
@@ -46,7 +46,6 @@ def solve(
     trace: Trace,
     budget: int,
     *,
-    allowed: Sequence[str] | None = None,
     windows: tuple[int | None, int | None] = (None, None),
 ) -> Solution:
     """Return the cheapest choices found whose simulated peak is within ``budget`` bytes.
@@ -56,57 +55,56 @@ def solve(
     Args:
         trace: the step.
         budget: the most bytes of memory at any moment.
-        allowed: names of the options that may be chosen; ``"region"`` allows recomputing regions. Default: all.
         windows: bytes of the windows down and up; ``None``: try several sizes.
     """
-    names = _names(trace, allowed)
-    everything = NO_WINDOWS
-    plain = simulate(trace, trace.left_alone(), everything)
+    left = left_alone(trace)
+    plain = left.forecast
     if plain.peak_bytes <= budget:
-        choices = ("keep",) * len(trace.blocks)
-        return Solution(choices, everything, plain, plain.step_seconds, fits=True, left_after=0)
+        return left
     tried, repaired = _windows(trace, windows), list[tuple[Solution, Search]]()
     for each in tried:
-        problem = Problem(trace, budget, names, each)
-        candidates = by_prices(problem, each, plain.peak_moment)[1]
+        problem = Problem(trace, budget, each)
+        candidates = by_prices(problem, each.inflight_bytes, plain.peak_moment)[1]
         if problem.leaves:
-            candidates += earliest(problem, each)
+            candidates += earliest(problem)
         different = {tuple(candidate.choices): candidate for candidate in candidates}
         for candidate in different.values():
-            search = Search(problem, each, candidate.link_seconds)
+            search = Search(problem, candidate.link_seconds)
             repaired.append((search.repair(candidate.choices), search))
     repaired.sort(key=lambda each: rank(each[0]))
     found = [(search.fill(one), search) for one, search in repaired[:_FILLED]]
     found.sort(key=lambda each: rank(each[0]))
     best = best_of([*(one for one, _ in found), *_swapped(found, len(trace.blocks), windows)])
     if not best.fits:
-        best = best_of([best, _of_smallest_peak(trace, budget, names, windows)])
-    widest = Windows(
-        max(tried[-1].inflight_bytes, best.windows.inflight_bytes),
-        max(tried[-1].prefetch_bytes, best.windows.prefetch_bytes),
-    )
-    bound, _ = by_prices(Problem(_left(trace), budget, names), widest, plain.peak_moment)
+        best = best_of([best, _of_smallest_peak(trace, budget, windows)])
+    widest = max(tried[-1].inflight_bytes, best.windows.inflight_bytes)
+    bound, _ = by_prices(Problem(_left(trace), budget), widest, plain.peak_moment)
     forecast = _with_cached_memory(trace, best.forecast, plain, budget)
     left_after = problem.left_after(best.choices)
     return replace(best, forecast=forecast, bound_seconds=bound, left_after=left_after)
+
+
+def left_alone(trace: Trace) -> Solution:
+    """Return the solution in which every block stays in place, unmanaged."""
+    plain = simulate(trace, trace.left_alone(), NO_WINDOWS)
+    kept = ("keep",) * len(trace.blocks)
+    return Solution(kept, NO_WINDOWS, plain, plain.step_seconds, fits=True, left_after=0)
 
 
 def solve_with_cuts(
     trace: Trace,
     budget: int,
     *,
-    allowed: Sequence[str] | None = None,
     windows: tuple[int | None, int | None] = (None, None),
 ) -> Solution:
     """As :func:`solve`, where also a part of a region may be recomputed: a cut of it. See :mod:`.mixed`."""
-    found = [solve(trace, budget, allowed=allowed, windows=windows)]
-    names = _names(trace, allowed)
-    if REGION in names and trace.regions and any(name != "keep" for name in found[0].choices):
+    found = [solve(trace, budget, windows=windows)]
+    if trace.regions and any(name != "keep" for name in found[0].choices):
         tries = _SWAPPED_BLOCKS // max(1, len(trace.blocks))
         mixtures = [
             each
             for sizes in _windows(trace, windows)
-            for each in mixed(trace, budget, names, sizes, min(_MIXTURES, max(2, tries)))
+            for each in mixed(Problem(trace, budget, sizes), min(_MIXTURES, max(2, tries)))
         ]
         mixtures.sort(key=lambda each: rank(each[0]))
         for one, search in mixtures[:_FILLED]:
@@ -124,8 +122,7 @@ def whole_calls(trace: Trace, budget: int, windows: Windows) -> Solution | None:
 
     No choices ask less of the host, which no prediction knows on an accelerator.
     """
-    names = _names(trace, None)
-    problem = Problem(trace, budget, names)
+    problem = Problem(trace, budget, windows)
     regions = sorted(problem.regions, key=lambda each: problem.saves[each.members[0]])
 
     def up_to(count: int) -> tuple[str, ...]:
@@ -135,11 +132,11 @@ def whole_calls(trace: Trace, budget: int, windows: Windows) -> Solution | None:
     count = bisect.bisect_left(
         range(len(regions) + 1),
         True,
-        key=lambda at: problem.forecast(up_to(at), windows).peak_bytes <= budget,
+        key=lambda at: problem.forecast(up_to(at)).peak_bytes <= budget,
     )
     if count > len(regions):
         return None
-    return follow(trace, up_to(count), windows, allowed=names)
+    return follow(trace, up_to(count), windows)
 
 
 def _swapped(
@@ -167,12 +164,10 @@ def _with_cached_memory(trace: Trace, forecast: Forecast, plain: Forecast, budge
     return replace(forecast, peak_bytes=peak_bytes)
 
 
-def follow(
-    trace: Trace, choices: Sequence[str], windows: Windows, *, allowed: Sequence[str]
-) -> Solution:
+def follow(trace: Trace, choices: Sequence[str], windows: Windows) -> Solution:
     """Simulate these choices for a step. The result says ``fits=True`` whatever the peak."""
-    problem = Problem(trace, 0, allowed)
-    forecast = problem.forecast(choices, windows)
+    problem = Problem(trace, 0, windows)
+    forecast = problem.forecast(choices)
     left_after = problem.left_after(choices)
     return Solution(tuple(choices), windows, forecast, 0.0, fits=True, left_after=left_after)
 
@@ -180,33 +175,23 @@ def follow(
 def smallest_budget(
     trace: Trace,
     *,
-    allowed: Sequence[str] | None = None,
     windows: tuple[int | None, int | None] = (None, None),
 ) -> int:
     """Return the smallest budget in bytes that :func:`solve` can keep, to about a hundredth; it can keep this
     one."""
-    found = _of_smallest_peak(trace, 0, _names(trace, allowed), windows)
-    plain = simulate(trace, trace.left_alone(), NO_WINDOWS)
-    return min(found.forecast.peak_bytes, plain.peak_bytes)
+    found = _of_smallest_peak(trace, 0, windows)
+    return min(found.forecast.peak_bytes, left_alone(trace).forecast.peak_bytes)
 
 
-def _of_smallest_peak(
-    trace: Trace, budget: int, names: Sequence[str], given: tuple[int | None, int | None]
-) -> Solution:
+def _of_smallest_peak(trace: Trace, budget: int, given: tuple[int | None, int | None]) -> Solution:
     """Return the choices with the smallest peak found, with the smallest windows. The search starts from the
     options that hold the least, with no region recomputed and with all."""
     windows = _windows(trace, given)[0]
-    problem = Problem(trace, budget, names, windows)
-    search = Search(problem, windows, 1 / trace.links.down_rate + 1 / trace.links.up_rate)
+    problem = Problem(trace, budget, windows)
+    search = Search(problem, 1 / trace.links.down_rate + 1 / trace.links.up_rate)
     starts = (False, True) if problem.regions else (False,)
     found = [search.lower(holding_least(problem, again=again)) for again in starts]
     return min(found, key=lambda each: each.forecast.peak_bytes)
-
-
-def _names(trace: Trace, allowed: Sequence[str] | None) -> Sequence[str]:
-    if allowed:
-        return allowed
-    return sorted({REGION, *(name for block in trace.blocks for name in block.options)})
 
 
 def _left(trace: Trace) -> Trace:

@@ -32,9 +32,8 @@ class Problem:
 
     trace: Trace
     budget: int
-    allowed: Sequence[str]
     windows: Windows = NO_WINDOWS
-    """Bytes of the budget that are reserved for them, in forward and in backward."""
+    """Of the two directions. The budget has to hold them, in forward and in backward."""
     saves: dict[int, int] = field(init=False, default_factory=dict)
     frees: dict[int, int] = field(init=False, default_factory=dict)
     uses: dict[int, int] = field(init=False, default_factory=dict)
@@ -66,8 +65,7 @@ class Problem:
         self.ends = [max(at + 1, end) for at, end in enumerate(again)]
         # If nothing can move, the stash manages every block: it may have to recompute any.
         self.leaves = any(each.moved_bytes for at in blocks for _, each in self.options(at))
-        if REGION in self.allowed:
-            self.regions = self.trace.regions
+        self.regions = self.trace.regions
         for at, region in enumerate(self.regions):
             self.region_of |= dict.fromkeys(region.members, at)
             used = (uses[each] for each in region.members if each in uses)
@@ -79,9 +77,8 @@ class Problem:
             )
 
     def options(self, block: int) -> list[tuple[str, Option]]:
-        """Return the options that may be chosen for a block, other than its region's."""
-        known = self.trace.blocks[block].options
-        return [(name, known[name]) for name in self.allowed if name in known]
+        """Return the options of a block, other than its region's. Of equal ones, the first is chosen."""
+        return [*self.trace.blocks[block].options.items()]
 
     def is_alive(self, block: int, at: int) -> bool:
         """Whether the block is saved and not freed in the interval before this moment."""
@@ -147,12 +144,12 @@ class Problem:
         options = self.options(block)
         return min(options, key=lambda each: (each[1].resident_bytes, each[1].moved_bytes))[0]
 
-    def forecast(self, choices: Sequence[str], windows: Windows) -> Forecast:
+    def forecast(self, choices: Sequence[str]) -> Forecast:
         """Simulate the step with these choices."""
         again, taken = self.running_again(choices), self.taken(choices)
         for block in absent_operands(self.regions, again):
             taken[block] = _NOTHING
-        return simulate(self.trace, taken, windows, again)
+        return simulate(self.trace, taken, self.windows, again)
 
 
 _NOTHING = Option(0)

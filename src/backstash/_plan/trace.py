@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from typing import Any, Literal
 
@@ -319,16 +319,10 @@ class Trace:
                 tuple(
                     TracedRegion(
                         **{
-                            **each,
-                            "members": tuple(each["members"]),
-                            "inputs": tuple(each.get("inputs", ())),
-                            "cuts": tuple(_cut(cut) for cut in each.get("cuts", ())),
-                            "stays": tuple(each.get("stays", ())),
-                            "operands": tuple(each.get("operands", ())),
-                            "own": tuple(each.get("own", ())),
-                            "others": tuple(each.get("others", ())),
-                            "shared": tuple(each.get("shared", ())),
-                            "held": tuple(each.get("held", ())),
+                            **_with_tuples(each),
+                            "cuts": tuple(
+                                RegionCut(**_with_tuples(cut)) for cut in each.get("cuts", ())
+                            ),
                         }
                     )
                     for each in values.get("regions", ())
@@ -361,11 +355,7 @@ class Trace:
                 f"--trace FILE SCRIPT` wrote ({why})"
             ) from error
 
-    def uses(self) -> Iterator[int]:
-        """Yield the blocks in the order in which backward first uses them."""
-        return (moment.block for moment in self.moments if moment.kind == "use")
 
-
-def _cut(values: Any) -> RegionCut:
-    members, stays, inputs = (tuple(values[name]) for name in ("members", "stays", "inputs"))
-    return RegionCut(members, stays, float(values["part"]), inputs)
+def _with_tuples(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the same values with tuples in place of lists, which JSON has."""
+    return {name: tuple(of) if type(of) is list else of for name, of in values.items()}

@@ -18,7 +18,6 @@ operation by operation, chosen while the program runs, comes from DTR (Kirisame 
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from types import FrameType
 from typing import Any
@@ -136,7 +135,6 @@ class Tape(SilentMode):
         self._is_complex = False  # whether an operand of the latest operation is complex
         self._settings: Settings = ()
         self._settings_hash = 0
-        self._seconds = self._called_seconds = 0.0
         self.may_follow = False
         """Whether :meth:`_follow` is asked for each operation."""
         self.steps: list[RawStep] | None = None
@@ -206,37 +204,33 @@ class Tape(SilentMode):
                     self._detached = viewed
                 if not operation.makes_bits:
                     return func(*args, **kwargs)
-        began, self._called_seconds = time.perf_counter(), 0.0
-        try:
-            if self._bits.vectors:
-                self._bits.look()
-            if not self._count % LOOKED_EVERY and self.frame and not is_running(self.frame):
-                self.end()  # an interrupt ended the forward
-            operation = operations.get(id(func)) or operation_of(func)
-            if operation.is_view or not self.is_recording:
-                viewed = args[0] if args else None
-                if func is _DETACH:
-                    self._detached = viewed
-                if type(viewed) is Tensor:
-                    has_bits = viewed.is_complex()
-                else:
-                    has_bits = has_complex(args)
-                return self._call(operation, args, kwargs, has_bits or operation.makes_bits)
-            for each in types:
-                if each is not Tensor and each is not torch.nn.Parameter:
-                    has_bits = operation.makes_bits or has_complex(args)
-                    result = self._call(operation, args, kwargs, has_bits)
-                    self._forget(operation, args, kwargs)
-                    break
+        if self._bits.vectors:
+            self._bits.look()
+        if not self._count % LOOKED_EVERY and self.frame and not is_running(self.frame):
+            self.end()  # an interrupt ended the forward
+        operation = operations.get(id(func)) or operation_of(func)
+        if operation.is_view or not self.is_recording:
+            viewed = args[0] if args else None
+            if func is _DETACH:
+                self._detached = viewed
+            if type(viewed) is Tensor:
+                has_bits = viewed.is_complex()
             else:
-                result = self._record(func, operation, args, kwargs)
-            self._detached = None
-            if (recorded := self.recorded) is not None:
-                self.recorded = None
-                recorded()
-            return result
-        finally:
-            self._seconds += time.perf_counter() - began - self._called_seconds
+                has_bits = has_complex(args)
+            return self._call(operation, args, kwargs, has_bits or operation.makes_bits)
+        for each in types:
+            if each is not Tensor and each is not torch.nn.Parameter:
+                has_bits = operation.makes_bits or has_complex(args)
+                result = self._call(operation, args, kwargs, has_bits)
+                self._forget(operation, args, kwargs)
+                break
+        else:
+            result = self._record(func, operation, args, kwargs)
+        self._detached = None
+        if (recorded := self.recorded) is not None:
+            self.recorded = None
+            recorded()
+        return result
 
     def _pass(self, func: Any, args: Any, kwargs: Any) -> Any:
         if self._bits.vectors:
@@ -252,11 +246,6 @@ class Tape(SilentMode):
                 operation.check_formula(args, kwargs, result)
             return self._bits.saw(func, args, kwargs, result, depth=3)
 
-    def take_seconds(self) -> float:
-        """Return the seconds spent recording since the last call, without the operations themselves."""
-        seconds, self._seconds = self._seconds, 0.0
-        return seconds
-
     # Recording.
 
     def _follow(self, func: Any, operation: Operation, types: Any, args: Any, kwargs: Any) -> Any:
@@ -271,13 +260,11 @@ class Tape(SilentMode):
     def _call(self, operation: Operation, args: Any, kwargs: Any, has_bits: bool) -> Any:
         """Call an operation. ``has_bits``: its kernel may compute lazy conjugates, which of real numbers only
         some do."""
-        began = time.perf_counter()
         if has_bits or operation.writes_inside or operation.may_autocast or dual_level() >= 0:
             with kernel_of(operation, args, kwargs):
                 result = operation.func(*args, **kwargs)
         else:
             result = operation.func(*args, **kwargs)
-        self._called_seconds += time.perf_counter() - began
         if operation.lacks_formula:
             operation.check_formula(args, kwargs, result)
         return result
