@@ -6,6 +6,7 @@ computed. Running statistics are updated in temporary memory, which is then disc
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -27,7 +28,7 @@ from .._torch.tensors import toggle_bits
 from .operations import Made, Op, Outside, Place, Scratch, State, flat
 from .settings import Settings, put
 
-__all__ = ["Given", "Timed", "Values", "replay", "run", "view_of"]
+__all__ = ["Given", "Timed", "Values", "are_apart", "replay", "run", "view_of"]
 
 
 def replay(
@@ -159,16 +160,22 @@ class Values:
         """Unpacked tensors by the ``id`` of their :class:`Outside`."""
         self.found: dict[tuple[int, Place], Tensor] = {}
         """The wanted values."""
+        self._views: dict[int, list[tuple[int, Place]]] = {}
+        """By the number of a memory's latest state: the wanted values that are views of that memory."""
 
     def run(self, op: Op) -> None:
         """Call an operation again and record what it computes."""
+        written: list[Made] = []
         for each in op.made:
-            if each.argument is None:
-                continue
-            before = argument_of(op.args, op.kwargs, each.argument)
-            number = before.number
-            for place in self._places.get(number, ()):  # a wanted value is about to be overwritten
-                self.found[number, place] = snapshot(self.found[number, place])
+            if each.argument is not None:
+                written.append(argument_of(op.args, op.kwargs, each.argument))
+        views: list[tuple[int, Place]] = []
+        for number in {before.number for before in written}:
+            for which in self._views.pop(number, ()):
+                if all(are_apart(which[1], before.place) for before in written):
+                    views.append(which)
+                else:  # it is about to be overwritten
+                    self.found[which] = snapshot(self.found[which])
         args = []
         for argument in op.args:
             args.append(self._value(argument) if type(argument) in _OPERANDS else argument)
@@ -184,8 +191,14 @@ class Values:
                 tensor = argument_of(args, kwargs, each.argument)
             tensor.untyped_storage()  # raises if a transform of torch.func is active, whose results have none
             self.tensors[each.number] = tensor
-            for place in self._places.get(each.number, ()):
-                self.found[each.number, place] = _at(tensor, place)
+            found = [(each.number, place) for place in self._places.get(each.number, ())]
+            for which in found:
+                self.found[which] = _at(tensor, which[1])
+            if each.argument is not None:
+                views += found
+                found = views  # of any memory that it has written to
+            if found:
+                self._views[each.number] = found
 
     def _value(self, operand: Any) -> Any:
         kind = type(operand)
@@ -203,6 +216,37 @@ class Values:
         if kind is list or kind is tuple:
             return kind([self._value(each) for each in operand])
         return operand
+
+
+def are_apart(one: Place, other: Place) -> bool:
+    """Whether two tensors in one memory are known to have no element in common.
+
+    That is so where one ends before the other begins, and where they are in other columns of the same rows, as
+    the gates of a cell are in one product.
+    """
+    if one[0].itemsize != other[0].itemsize:
+        return False
+    row, spans = 0, list[tuple[int, int, int]]()
+    for _, shape, stride, offset, *_ in (one, other):
+        if 0 in shape:
+            return True
+        width, last = 1, 0  # elements in a row without gaps, and the place of the last element
+        for step, length in sorted(zip(stride, shape, strict=True)):
+            last += (length - 1) * step
+            if step <= width:
+                width += (length - 1) * step
+            elif length > 1:
+                row = math.gcd(row, step)
+        spans.append((offset, offset + last, width))
+    (first, end, width), (other_first, other_end, other_width) = spans
+    if end < other_first or other_end < first:
+        return True
+    if not row:
+        return False
+    begin, other_begin = first % row, other_first % row
+    if begin + width > row or other_begin + other_width > row:
+        return False
+    return begin + width <= other_begin or other_begin + other_width <= begin
 
 
 def _at(tensor: Tensor, place: Place) -> Tensor:
