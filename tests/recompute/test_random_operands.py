@@ -210,6 +210,31 @@ def test_what_takes_more_than_it_frees_is_not_held():
     stash.close()
 
 
+class Expanded(nn.Module):
+    """Saves sums with few elements in memory, which look as large as what they are sums of."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(60, ROWS, 1))
+
+    def forward(self, x):
+        wide = Widened.apply(x)
+        self.made = weakref.ref(wide.untyped_storage())
+        total = wide.sum(0)
+        del wide
+        return self.scale * total.expand(60, ROWS, WIDTH)
+
+
+def test_an_expanded_tensor_frees_what_it_takes():
+    net, stash = Expanded(), Stash(min_bytes=0)
+    with stash.recompute(net):
+        for _ in range(4):
+            loss = net(torch.randn(ROWS, WIDTH, requires_grad=True)).sum()
+            assert net.made() is None
+            loss.backward()
+    stash.close()
+
+
 class Narrow(nn.Module):
     """Uses a small part of what no replay computes many times."""
 

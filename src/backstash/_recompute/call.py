@@ -227,7 +227,7 @@ class Call:
         self, discard: Discard, tensor: Tensor, tape: ForwardTape, held: Held | None = None
     ) -> object:
         """Discard a tensor as the route says. ``held``: what autograd holds for it already."""
-        needs = tape.hold_for(discard, tensor.nbytes, self._hold_operand)
+        needs = tape.hold_for(discard, tensor, self._hold_operand)
         if isinstance(needs, str):
             return self._refuse(tensor, needs)
         state = discard.state
@@ -268,7 +268,7 @@ class Call:
         """Hold a tensor of a forward that is only recorded."""
         tape = self.tape
         assert tape is not None
-        reason = tape.want(held.state, tensor.nbytes, self._hold_operand)
+        reason = tape.want(held.state, tensor, self._hold_operand)
         if reason:
             return self._refuse(tensor, reason)
         packed = planned.pack(number, tensor, self._pack)
@@ -341,7 +341,7 @@ class Call:
         reason = region.refused.get(state.key, "")
         if reason:
             return reason
-        reason = tape.want(state, tensor.nbytes, self._hold_operand)
+        reason = tape.want(state, tensor, self._hold_operand)
         if reason:
             return reason
         held.needs = tape.needs_of(state)

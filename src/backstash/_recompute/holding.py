@@ -145,12 +145,12 @@ class HoldingTape(Tape):  # type: ignore[no-untyped-call]
                 self.given[state] = given
             self._memories[storage_identity(tensor.untyped_storage())].state = given
 
-    def want(self, state: State, nbytes: int, pack: Callable[[Tensor, bool], object]) -> str:
+    def want(self, state: State, tensor: Tensor, pack: Callable[[Tensor, bool], object]) -> str:
         """Hold what a replay of ``state`` needs.
 
         Args:
             state: the state to be discarded.
-            nbytes: how much that frees.
+            tensor: the tensor that has it.
             pack: hold a tensor in the stash; its second argument is whether the tensor holds random numbers.
 
         Returns:
@@ -160,7 +160,7 @@ class HoldingTape(Tape):  # type: ignore[no-untyped-call]
             return state.reason
         new = self._latest = self._leading_to(state)
         needed = [each for op in new for each in op.before]
-        reason = self.hold(needed, nbytes, pack)
+        reason = self.hold(needed, tensor, pack)
         if not reason:
             before = [state.maker, *(each.state.maker for op in new for each in op.reads)]
             self.note_needs(new, needed, before)
@@ -194,9 +194,10 @@ class HoldingTape(Tape):  # type: ignore[no-untyped-call]
         return self._needs[state.maker] if state.maker is not None else None
 
     def hold(
-        self, needed: Collection[Outside], nbytes: int, pack: Callable[[Tensor, bool], object]
+        self, needed: Collection[Outside], discarded: Tensor, pack: Callable[[Tensor, bool], object]
     ) -> str:
-        """Hold these operands: see :meth:`want`. What only a replay needs may take half of ``nbytes``."""
+        """Hold these operands: see :meth:`want`. What only a replay needs may take half of
+        what ``discarded`` takes."""
         tensors, held = self.tensors, self._held
         copies: set[Outside] = set()
         only_for_replays: dict[int, int] = {}  # bytes by the identity of the storage
@@ -217,7 +218,9 @@ class HoldingTape(Tape):  # type: ignore[no-untyped-call]
             if each.unsaved and not (is_small(tensor) or self._is_held_anyway(tensor)):
                 storage = tensor.untyped_storage()
                 only_for_replays[storage_identity(storage)] = storage.nbytes()
-                if each.unsaved != _LARGE or sum(only_for_replays.values()) > nbytes // 2:
+                # An expanded tensor has fewer elements in memory.
+                most_bytes = min(discarded.nbytes, discarded.untyped_storage().nbytes()) // 2
+                if each.unsaved != _LARGE or sum(only_for_replays.values()) > most_bytes:
                     return each.unsaved
             elif each.is_random and not is_inference and self._is_held_anyway(tensor):
                 continue

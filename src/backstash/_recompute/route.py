@@ -512,12 +512,12 @@ class ForwardTape(HoldingTape):  # type: ignore[no-untyped-call]
     def hold_for(
         self,
         discard: Discard,
-        nbytes: int,
+        tensor: Tensor,
         pack: Callable[[Tensor, bool], object],
     ) -> Needs | str:
         """Hold what a replay of ``discard`` needs, after :meth:`is_as`. Return it, or why that fails."""
         needed, held, known = discard.needed, self._held, self._needs
-        if needed and (reason := self.hold(needed, nbytes, pack)):
+        if needed and (reason := self.hold(needed, tensor, pack)):
             return reason
         own: dict[Outside, list[Any]] = {}
         before: list[Needs] = []
