@@ -374,3 +374,118 @@ def test_a_sparse_tensor_that_was_changed_is_not_held(change):
         assert all(map(torch.equal, gradients(net, stash), plain))
     assert stash.stats().recomputed_bytes
     stash.close()
+
+
+class Twice(torch.autograd.Function):
+    """Computes what no replay does, and saves nothing."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
+class Changing(nn.Module):
+    """Changes what an operation has read, in a way of its own."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.weight, self.way = nn.Parameter(torch.ones(2 * ROWS, WIDTH)), way
+        self.flat = torch.linspace(-1, 1, 8 * ROWS * WIDTH).view(8 * ROWS, WIDTH)
+        self.register_buffer("window", torch.zeros(0))
+        self.window.data = self.flat[: 2 * ROWS]
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("var", torch.ones(WIDTH))
+        self.table = nn.Embedding(ROWS, WIDTH)
+
+    def add_to(self, memory):
+        """Write to a memory by an inner backward, which the tape does not see."""
+        self.table.weight.grad = memory
+        self.table(torch.tensor([3])).sum().backward()
+        self.table.weight.grad = None
+
+    def forward(self, x):
+        return self.way(self, x * 1)
+
+
+def moved(net, x):
+    result = x + net.window
+    if net.changes:
+        net.window.data = net.flat[4 * ROWS : 6 * ROWS]
+    return result.sin()
+
+
+def written_after_it_is_held(net, x):
+    result = (x + net.weight).sin()
+    if net.changes:
+        net.weight.data.mul_(0.5)
+    return result
+
+
+def written_by_a_part_after_it_is_held(net, x):
+    result = (x + net.weight).sin()
+    if net.changes:
+        with torch.no_grad():
+            torch.unsafe_chunk(net.weight, 2)[1].detach().mul_(0.5)
+    return result
+
+
+def added_to_a_part_on_a_route(net, x):
+    parts = torch.unsafe_chunk(net.flat, 8)
+    result = torch.cat([x] * 4) + net.flat
+    if net.changes:
+        net.add_to(parts[1])
+    return result.sin()
+
+
+def held_and_dropped(net, x):
+    if net.changes:
+        net.window.sin()  # so that it leaves its route
+    first = Twice.apply(net.weight)
+    result = (torch.stack([x] * 4) + first).sin()
+    second = x + Twice.apply(net.window)
+    if net.changes:
+        first.data.mul_(0.5)
+    return result + second
+
+
+def statistics_of_a_kernel(net, x):
+    with torch.no_grad():
+        mean, _ = torch.batch_norm_update_stats(x, net.mean, net.var, 0.1)
+    return (x + mean).sin() + net.mean
+
+
+CHANGES = (
+    moved,
+    written_after_it_is_held,
+    written_by_a_part_after_it_is_held,
+    added_to_a_part_on_a_route,
+    held_and_dropped,
+    statistics_of_a_kernel,
+)
+
+
+@pytest.mark.parametrize("way", CHANGES)
+def test_a_replay_reads_what_the_operation_read(way):
+    def gradients(net, context):
+        torch.manual_seed(0)
+        found = []
+        for step in range(7):
+            net.changes = step in (3, 4, 5)
+            x = torch.rand(2 * ROWS, WIDTH, requires_grad=True)
+            with context:
+                loss = net(x).sum()
+            found += [*torch.autograd.grad(loss, x), net.mean.clone()]
+        return found
+
+    torch.manual_seed(0)
+    net = Changing(way)
+    plain = gradients(copy.deepcopy(net), nullcontext())
+    stash = Stash(min_bytes=0, verify="first")
+    with stash.recompute(net):
+        assert all(map(torch.equal, gradients(net, stash), plain))
+    assert stash.stats().recomputed_bytes
+    stash.close()

@@ -21,6 +21,7 @@ from .operations import (
     copied,
     fingerprint_of,
     is_small,
+    place_of,
     unpacked,
     version_of,
 )
@@ -70,8 +71,10 @@ class HoldingTape(Tape):  # type: ignore[no-untyped-call]
     def _lose(self, operands: Mapping[Place, Outside]) -> None:
         tensors, held = self.tensors, self._held
         for each in list(operands.values()):
-            if (tensor := tensors.pop(each, None)) is not None and each in held:
-                held[each][0] = copied(tensor)
+            if (tensor := tensors.get(each)) is not None:
+                if each in held and self._shows(tensor, each):
+                    held[each][0] = copied(tensor)
+                del tensors[each]
 
     def _hold(self, memory: Memory | None, tensor: Tensor, op: Op) -> Outside:
         state = memory.state if memory is not None else None
@@ -99,7 +102,7 @@ class HoldingTape(Tape):  # type: ignore[no-untyped-call]
             outside.unsaved = _LARGE
         if not outside.unsaved:
             return
-        for each in [each for each in self.tensors if each.unsaved]:
+        for each in [each for each in self.tensors if each.unsaved and each not in self._held]:
             tensor = self.tensors[each]
             if not (is_small(tensor) or self._is_held_anyway(tensor)):
                 del self.tensors[each]
@@ -112,7 +115,8 @@ class HoldingTape(Tape):  # type: ignore[no-untyped-call]
         state = self.state_of(tensor)
         if state is None or state.outside is None:
             return False
-        return state.outside.get(operand.kind[0]) is operand
+        # ``tensor.data = other`` gives the same tensor another place.
+        return place_of(tensor) == operand.kind[0] and state.outside.get(operand.kind[0]) is operand
 
     def _seen(self, tensor: Tensor) -> object:
         # A sparse tensor does not count what is written through values().

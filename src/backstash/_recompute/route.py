@@ -25,8 +25,8 @@ from torch import Tensor
 from .._saved.held import Held
 from .._torch.autocast import is_autocast_near
 from .._torch.modules import is_running
-from .._torch.schemas import has_complex
-from .._torch.storages import storage_identity
+from .._torch.schemas import has_complex, tensors_of
+from .._torch.storages import storage_identity, storage_of
 from .._torch.streams import current_stream
 from .holding import HoldingTape
 from .operations import (
@@ -446,6 +446,8 @@ class ForwardTape(HoldingTape):  # type: ignore[no-untyped-call]
                 if step.has_new_root:
                     self._share(memory, tensor, args)
                 continue
+            if step.has_new_root and self._share_first(tensor, storage, args):
+                continue
             if state is None:
                 continue
             if len(memories) >= self._sweep_at:
@@ -455,6 +457,16 @@ class ForwardTape(HoldingTape):  # type: ignore[no-untyped-call]
             memory.state, memory.is_made, memory.is_written, memory.others = state, True, False, ()
             memory.root = weakref.ref(tensor)
             memory.version = 0 if tensor.is_inference() else tensor._version
+
+    def _share_first(self, tensor: Tensor, storage: torch.UntypedStorage, args: Any) -> bool:
+        """Record a result with the memory of an argument that the tape has not looked at, and leave the route.
+        Return whether there is one."""
+        for each in tensors_of(args):
+            if storage_of(each) is storage and (memory := self._memory(each)) is not None:
+                memory.add(tensor)
+                self._differ()
+                return True
+        return False
 
     # What a route is made of.
 

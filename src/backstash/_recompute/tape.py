@@ -356,7 +356,7 @@ class Tape(SilentMode):
             if len(tensors) > 1 or (tensors and given is not tensors[0]):
                 reason = reason or f"{operation.name} writes to several tensors"
             for tensor in tensors:
-                memory = self._memory(tensor)
+                memory = self._memory(tensor, is_written=True)
                 if memory is None:
                     reason = reason or UNSEEN
                     continue
@@ -509,8 +509,10 @@ class Tape(SilentMode):
         """Copy what a replay needs of a memory with these operands, which is about to be overwritten."""
         raise NotImplementedError
 
-    def _memory(self, tensor: Tensor) -> Memory | None:
-        """Return and record the memory of ``tensor``; ``None`` if it has none that can be identified."""
+    def _memory(self, tensor: Tensor, *, is_written: bool = False) -> Memory | None:
+        """Return and record the memory of ``tensor``; ``None`` if it has none that can be identified.
+
+        ``is_written``: an operation is about to write to it, perhaps through an alias that was not known."""
         try:
             storage = tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):  # see storage_of()
@@ -523,6 +525,8 @@ class Tape(SilentMode):
             memory = self._know(storage, identity, State(tensor.device, UNSEEN), tensor)
         elif not memory.shows(tensor):
             # Something that the tape did not see may have written to it.
+            if is_written and memory.state.outside:
+                self._lose(memory.state.outside)
             is_own = memory.is_made or memory.state.reason == ALIAS
             memory.begin(tensor, State(tensor.device, ALIAS if is_own else UNSEEN))
         return memory

@@ -64,6 +64,12 @@ OF_TRAINING = dict.fromkeys(
 )  # fmt: skip
 """These write running statistics, their arguments 3 and 4, if the argument at this position is true. Their
 schemas do not say so."""
+_ALSO_WRITES: dict[str, tuple[int, ...]] = {
+    "batch_norm_update_stats": (1, 2),
+    "batch_norm_gather_stats": (3, 4),
+    "batch_norm_gather_stats_with_counts": (3, 4),
+}
+"""Arguments that these write in any case, although their schemas do not say so."""
 _NO_FORMULA = (
     "{} has no formula for backward, so autograd would have to look into its kernel, which it cannot while a "
     "forward is recorded: register one (torch.library.register_autograd), call it without gradients, or give "
@@ -234,6 +240,7 @@ class Operation:
         self.is_view = not self.writes and any(
             each.alias_info is not None and not each.alias_info.is_write for each in schema.returns
         )
+        self.writes = (*self.writes, *_ALSO_WRITES.get(base, ()))
 
     def check_formula(self, args: Any, kwargs: Any, result: Any) -> None:
         """Raise if plain PyTorch would have differentiated through the kernel, after a call under a mode.
