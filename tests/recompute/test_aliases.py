@@ -347,10 +347,11 @@ class SparseRewritten(nn.Module):
     def __init__(self, change):
         super().__init__()
         self.register_buffer("scale", torch.eye(8 * ROWS).to_sparse())
+        self.register_buffer("rows", torch.ones(8 * ROWS, WIDTH))
         self.change, self.changes = change, False
 
     def forward(self, x):
-        result = torch.sparse.mm(self.scale, x.detach()) + x
+        result = torch.sparse.mm(self.scale, self.rows) + x
         if self.changes:
             self.change(self.scale).mul_(0.5)
         return result.sin().cos()
@@ -397,6 +398,7 @@ class Changing(nn.Module):
         self.flat = torch.linspace(-1, 1, 8 * ROWS * WIDTH).view(8 * ROWS, WIDTH)
         self.register_buffer("window", torch.zeros(0))
         self.window.data = self.flat[: 2 * ROWS]
+        self.register_buffer("part", torch.ones(ROWS, WIDTH))
         self.register_buffer("mean", torch.zeros(WIDTH))
         self.register_buffer("var", torch.ones(WIDTH))
         self.table = nn.Embedding(ROWS, WIDTH)
@@ -416,6 +418,14 @@ def moved(net, x):
     if net.changes:
         net.window.data = net.flat[4 * ROWS : 6 * ROWS]
     return result.sin()
+
+
+def added_to_and_read_again(net, x):
+    result = x[:ROWS] + net.part
+    if net.changes:
+        net.add_to(net.part)
+    other = net.part.cos()  # before the result is saved
+    return result.sin() + other
 
 
 def written_after_it_is_held(net, x):
@@ -460,6 +470,7 @@ def statistics_of_a_kernel(net, x):
 
 CHANGES = (
     moved,
+    added_to_and_read_again,
     written_after_it_is_held,
     written_by_a_part_after_it_is_held,
     added_to_a_part_on_a_route,
