@@ -426,6 +426,8 @@ class ForwardTape(HoldingTape):  # type: ignore[no-untyped-call]
         memory = self._memories.get(identity)
         if memory is None or memory() is None:
             self._know(storage, identity, known.state, tensor)
+        elif memory.others:
+            return False  # begin() would forget them
         else:
             memory.begin(tensor, known.state)
         return True
@@ -459,12 +461,11 @@ class ForwardTape(HoldingTape):  # type: ignore[no-untyped-call]
             memory.version = 0 if tensor.is_inference() else tensor._version
 
     def _share_first(self, tensor: Tensor, storage: torch.UntypedStorage, args: Any) -> bool:
-        """Record a result with the memory of an argument that the tape has not looked at, and leave the route.
-        Return whether there is one."""
+        """Record a result with the memory of an argument that the tape has not looked at. Return whether there
+        is one."""
         for each in tensors_of(args):
             if storage_of(each) is storage and (memory := self._memory(each)) is not None:
                 memory.add(tensor)
-                self._differ()
                 return True
         return False
 
