@@ -106,7 +106,7 @@ class Small(nn.Module):
 
 
 class Repeated(nn.Module):
-    """Fills a buffer that is too large to be copied, but small beside what is computed from it."""
+    """Fills a buffer that is too large to be copied, but small compared with what is computed from it."""
 
     def __init__(self):
         super().__init__()
