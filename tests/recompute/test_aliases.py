@@ -451,6 +451,16 @@ def added_to_a_part_on_a_route(net, x):
     return result.sin()
 
 
+def added_to_two_parts_on_a_route(net, x):
+    parts = torch.unsafe_chunk(net.flat, 8)
+    if net.changes:
+        net.add_to(parts[0])
+    result = torch.cat([x] * 4) + net.flat
+    if net.changes:
+        net.add_to(parts[1])
+    return result.sin()
+
+
 def held_and_dropped(net, x):
     if net.changes:
         net.window.sin()  # so that it leaves its route
@@ -474,6 +484,7 @@ CHANGES = (
     written_after_it_is_held,
     written_by_a_part_after_it_is_held,
     added_to_a_part_on_a_route,
+    added_to_two_parts_on_a_route,
     held_and_dropped,
     statistics_of_a_kernel,
 )

@@ -527,7 +527,7 @@ class Tape(SilentMode):
             # Something that the tape did not see may have written to it.
             if is_written and memory.state.outside:
                 self._lose(memory.state.outside)
-            is_own = memory.is_made or memory.state.reason == ALIAS
+            is_own = memory.is_made or memory.others or memory.state.reason == ALIAS
             memory.begin(tensor, State(tensor.device, ALIAS if is_own else UNSEEN))
         return memory
 
