@@ -3,6 +3,7 @@
 
     python benchmarks/tape.py [--runs N]
     python benchmarks/tape.py --forward      peak memory of a model's forward with hooks, and recorded, too
+    python benchmarks/tape.py --small        steps of modules that save too little to recompute
 
 Time: an unrolled LSTMCell of small tensors, plain, under a dispatch mode that does nothing, and under a tape of
 a module and of a context, in turns: the least of the runs, divided by the operations that a tape notes. Memory:
@@ -11,6 +12,9 @@ process of its own.
 
 ``--forward``: the models of ``backstash bench``, each in processes of its own, the median of three. All saved
 tensors stay in memory, under hooks only, and under hooks and a tape of the whole forward.
+
+``--small``: recurrent cells over 64 steps and a network of 20 small layers, each cell or layer named to
+``recompute``. The steps run in turns; the medians.
 """
 
 from __future__ import annotations
@@ -22,8 +26,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -122,11 +126,69 @@ def forward() -> None:
         print(f"{name:22}{hooks / 1024:8.0f}{recorded / 1024:10.0f}{recorded / hooks:8.3f}")
 
 
+class Unrolled(nn.Module):
+    """A cell over 64 steps."""
+
+    def __init__(self, cell: nn.RNNCellBase) -> None:
+        super().__init__()
+        self.named = nn.ModuleList([cell])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the last hidden state."""
+        state = None
+        for part in x:
+            state = self.named[0](part, state)
+        return state[0] if isinstance(state, tuple) else state
+
+
+class Layers(nn.Module):
+    """Twenty small layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(20)]
+        self.named = nn.ModuleList(layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the last layer's result."""
+        x = x[0]
+        for layer in self.named:
+            x = layer(x)
+        return x
+
+
+def small(runs: int) -> None:
+    """The table of ``--small``."""
+    kinds: dict[str, Callable[[], nn.Module]] = {
+        "LSTMCell": lambda: Unrolled(nn.LSTMCell(32, 32)),
+        "GRUCell": lambda: Unrolled(nn.GRUCell(32, 32)),
+        "20 layers": Layers,
+    }
+    print(f"{'ms a step':12}{'plain':>8}{'in a stash':>12}{'recomputed':>12}{'ratio':>8}")
+    x = torch.randn(64, 8, 32)
+    for name, make in kinds.items():
+        stash = Stash()
+        plain, managed, named = make(), make(), make()
+        taken: list[list[float]] = [[], [], []]
+        with stash.recompute(*named.named):
+            for _ in range(runs + 5):
+                for net, of in zip((plain, managed, named), taken, strict=True):
+                    net.zero_grad()
+                    began = time.perf_counter()
+                    with nullcontext() if net is plain else stash:
+                        loss = net(x).sum()
+                    loss.backward()
+                    of.append(time.perf_counter() - began)
+        ms = [statistics.median(each[5:]) * 1e3 for each in taken]
+        print(f"{name:12}{ms[0]:8.2f}{ms[1]:12.2f}{ms[2]:12.2f}{ms[2] / ms[0]:8.2f}")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--runs", type=int, default=40)
     parser.add_argument("--memory", choices=WAYS, help=argparse.SUPPRESS)
     parser.add_argument("--forward", action="store_true", help="peaks of models' forwards instead")
+    parser.add_argument("--small", action="store_true", help="steps of small modules instead")
     parser.add_argument("--forward-of", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -135,6 +197,9 @@ def main() -> int:
         return 0
     if options.forward:
         forward()
+        return 0
+    if options.small:
+        small(options.runs)
         return 0
     if options.memory:
         print(memory(options.memory))

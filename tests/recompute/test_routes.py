@@ -698,3 +698,31 @@ def test_what_a_plan_keeps_is_another_route():
             assert (tape.route is not None) is follows
             tape.make_route()
             tape.end()
+
+
+class Grown(nn.Module):
+    """From some step on it saves more, by the same operations on the same input."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+        self.rows = 1
+
+    def forward(self, x):
+        grown = torch.sin(self.weight * torch.zeros(self.rows, 1)).cos()
+        return torch.sin(x * self.weight).cos().sum() + grown.sum()
+
+
+def test_a_route_that_saved_less_is_made_again(followed):
+    net, x = Grown(), torch.ones(ROWS, WIDTH)
+    stash = Stash()
+    discarded = []
+    with stash.recompute(net):
+        for step in range(12):
+            net.rows = ROWS if step >= 5 else 1
+            before = stash.stats().recomputed_bytes
+            net(x).backward()
+            discarded.append(stash.stats().recomputed_bytes - before)
+    assert followed["left"] == 1
+    assert discarded[4] and discarded[-1] == 2 * discarded[4]
+    assert followed["followed"] > 5 * 5  # again, after it was left

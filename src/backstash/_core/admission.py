@@ -46,7 +46,7 @@ _COPIED = "smaller than min_bytes: copied, so that its large storage is not held
 _NO_TIER = "no tier below: give disk="
 _NO_HOST = "no tier below: give host="
 _CAPTURED = "a graph of the accelerator is being captured"
-_LEAST_LET_GO = 16 << 10  # bytes of a storage; what is recorded of one takes about 1,000
+_LEAST_DISCARDED = 16 << 10  # bytes of a storage; what is recorded of one takes about 1,000
 _REVIEWED_AT_ONCE = 2  # waiting blocks that are checked when a new one is added
 PARAMETER = "a parameter or another leaf that requires a gradient, or a view of one"
 
@@ -457,7 +457,7 @@ class Admission:
         """
         least = self._session.min_bytes
         if tensor.requires_grad:
-            least = min(least, _LEAST_LET_GO)
+            least = min(least, _LEAST_DISCARDED)
         if tensor.untyped_storage().nbytes() < least:
             return False
         session, device = self._session, tensor.device

@@ -83,6 +83,10 @@ class Call:
             leaving = region.admission.hook_leaving(thread_state, planned.left_bytes)
             self._pack = self._pack_exact = self._pack_smaller = leaving
         self._task = task_or_none()
+        self.kind: object = None
+        """See :meth:`RegionState.is_at_rest`; ``None``: the forward is recorded in any case."""
+        self._is_in_context = bool(thread_state.scopes)
+        self._saves_are_small = True  # whether all that it has saved is small
         self._count = 0
         self._held: list[weakref.ref[Held]] = []
         self._sampled = (
@@ -202,6 +206,8 @@ class Call:
         if nbytes < self.region.session.min_bytes and not tensor.requires_grad:
             return self._pack_own(tensor)  # see may_discard()
         state = tape.state_of(tensor)
+        if number not in tape.large and self.region.admission.may_discard(tensor):
+            tape.note_large(number)
         if state is None or reason_to_stay(tensor):
             return self._pack_own(tensor)
         if tensor.requires_grad:
@@ -211,6 +217,7 @@ class Call:
             return self._pack_own(tensor)
         if not self.region.admission.may_discard(tensor):
             return self._pack_own(tensor)
+        self._saves_are_small = False
         held = Held(self, state, place_of(tensor), tensor)
         if not tensor.requires_grad:
             # An operation may save a tensor before it fills it: check it when the operation has ended.
@@ -231,6 +238,7 @@ class Call:
         if isinstance(needs, str):
             return self._refuse(tensor, needs)
         state = discard.state
+        self._saves_are_small = False
         if held is None:
             held = Held(self, state, discard.place, tensor)
         held.packed, held.needs = None, needs
@@ -293,10 +301,20 @@ class Call:
         """Hold a tensor that no replay computes."""
         if not self._is_paused:
             self._pause()
+        self._saves_are_small = self._saves_are_small and self._is_small(tensor)
         packed = (pack or self._pack)(tensor)
         if self._planned is not None and self._keeps:
             self._planned.note_own(packed)
         return packed
+
+    def _is_small(self, tensor: Tensor) -> bool:
+        """Whether a tensor stays in place, recorded or not. Outside of every context, a small part of a large
+        storage would not reach the stash."""
+        storage = storage_of(tensor) if type(tensor) is Tensor else None
+        if storage is None:
+            return False
+        nbytes = tensor.nbytes if self._is_in_context else storage.nbytes()
+        return bool(nbytes < self.region.session.min_bytes)
 
     def _hold_operand(self, tensor: Tensor, is_random: bool) -> object:
         if not (tensor.is_leaf or self._is_paused):
@@ -453,6 +471,8 @@ class Call:
             tape.make_route()
         tape.end()
         region.discards = self._discarded
+        if in_order and self.kind is not None:
+            region.note_saves(self.kind, are_small=self._saves_are_small)
         self._counted.clear()
         region.admission.discarded_bytes += self._discarded_bytes
 

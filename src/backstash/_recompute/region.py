@@ -123,6 +123,11 @@ class Region(RegionState):
         inside = any(is_of_region(scope.hooks.pack_hook) for scope in thread_state.scopes)
         if inside or self.session.section.is_nested():
             return
+        kind: object = None
+        if not self.session.planners:
+            kind = bool(thread_state.scopes), *_kind_of(module, args, kwargs)
+            if self.is_at_rest(kind):
+                return
         began = self.session.region_hook_begins()  # a step may begin here, which takes time
         running = running_modules(frame)
         planned = self._planned(running, _device_used(module, args))
@@ -156,6 +161,7 @@ class Region(RegionState):
                 put_back(thread_state, outer)
                 return
         call = Call(self, running, thread_state, frame, packed, planned)
+        call.kind = kind
         self._enter(frame, call)
         if planned is not None:
             self.session.hook_took("region hook", began)
@@ -187,6 +193,24 @@ class Region(RegionState):
             self._leave(frame)
         if isinstance(call, Call):
             call.end(in_order=output is not None)
+
+
+def _kind_of(module: nn.Module, args: Any, kwargs: Any) -> list[object]:
+    """Return what usually decides how much a forward saves: equal for forwards that save as much."""
+    kind: list[object] = [module.training]
+    todo = [args, kwargs.values()]
+    for some in todo:
+        for each in some:
+            if type(each) is Tensor:
+                kind += each.shape, each.dtype, each.requires_grad
+            elif isinstance(each, (tuple, list)):
+                todo.append(each)
+            elif isinstance(each, dict):
+                todo.append(each.values())
+            else:
+                kind.append(each if isinstance(each, (int, str)) else type(each))
+    kind += [each.requires_grad for each in module.parameters()]
+    return kind
 
 
 def _device_used(module: nn.Module, args: tuple[Any, ...]) -> torch.device:

@@ -25,6 +25,9 @@ __all__ = ["RegionState"]
 _REFUSED = "not recomputed: "
 _SAMPLED_BYTES, _SAMPLED_ON_DEVICE = 4 << 10, 1 << 20
 _SAMPLED_CALLS = 4  # on an accelerator, one tensor of each this many forwards
+_SMALL_CALLS = 3  # forwards with small saves only, after which a module is recorded more rarely
+_RECORDED_EVERY = 32  # how rarely
+_MOST_KINDS = 64
 _seeds = itertools.count()
 
 
@@ -64,10 +67,29 @@ class RegionState:
         self.graph: CallGraph | None = None
         """The operations of the replay that was compared last, where a step was measured."""
         self.routes = Routes()
+        self._small_calls: dict[object, int] = {}
         self._samples = 0
         self._random = random.Random(next(_seeds))
         self.discards = 0
         """The number of tensors that the last forward discarded."""
+
+    def is_at_rest(self, kind: object) -> bool:
+        """Whether not to record a forward, because those before it of this kind saved only small tensors, which
+        stay in place. Now and then one is recorded all the same."""
+        calls = self._small_calls.get(kind, 0)
+        if calls < _SMALL_CALLS:
+            return False
+        self._small_calls[kind] = calls + 1
+        return (calls + 1 - _SMALL_CALLS) % _RECORDED_EVERY != 0
+
+    def note_saves(self, kind: object, *, are_small: bool) -> None:
+        """Record that a forward ended, and whether all that it saved was small."""
+        if not are_small:
+            self._small_calls.pop(kind, None)
+        elif (calls := self._small_calls.get(kind, 0)) < _SMALL_CALLS:
+            if len(self._small_calls) >= _MOST_KINDS:
+                self._small_calls.clear()
+            self._small_calls[kind] = calls + 1
 
     def count(self, reason: str, nbytes: int) -> None:
         """Count bytes that are not recomputed, with the reason."""

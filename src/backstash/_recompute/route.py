@@ -154,6 +154,7 @@ class Route:
     def __init__(self, tape: ForwardTape) -> None:
         self.saves = tape.saves
         self.given = tape.given
+        self.large = tape.large
         self.misses = 0
         """The number of forwards that differed."""
         self._states = tape.outside_states
@@ -209,6 +210,10 @@ class Routes:
         """Whether a forward that begins so may become a route."""
         return key not in self._routes and len(self._routes) < _MOST_ROUTES
 
+    def forget(self, key: Any) -> None:
+        """Let the next forward that begins so make a route of its own."""
+        self._routes.pop(key, None)
+
     def add(self, key: Any, tape: ForwardTape) -> None:
         """Make a route of a forward, for those that begin so."""
         if tape.steps is not None and key is not None and self.may_add(key):
@@ -239,6 +244,8 @@ class ForwardTape(HoldingTape):  # type: ignore[no-untyped-call]
         """What the route that it follows discards, by the number of the save."""
         self.saves: dict[int, Discard] = {}
         """What the route that it makes will discard."""
+        self.large = frozenset[int]()
+        """Numbers of the saves that were large enough to be discarded, in the forward that made the route."""
 
     def _begin(self, func: Any, args: Any) -> Route | None:
         """Return the route to follow. If there is none, begin to make one."""
@@ -250,6 +257,7 @@ class ForwardTape(HoldingTape):  # type: ignore[no-untyped-call]
             self.route = routes.find(self._key)
             if self.route is not None:
                 self.given, self.discards = self.route.given, self.route.saves
+                self.large = self.route.large
             elif routes.may_add(self._key):
                 self.steps = []
         except (RuntimeError, TypeError):
@@ -483,6 +491,17 @@ class ForwardTape(HoldingTape):  # type: ignore[no-untyped-call]
                 tuple(ops),
                 frozenset(each for each in before.difference(ops) if each is not None),
             )
+
+    def note_large(self, number: int) -> None:
+        """Record that this save is large enough to be discarded.
+
+        If the route's was not, what it was computed from may count as the program's own there, so the next
+        forward makes another route.
+        """
+        if self.route is not None and self._routes is not None:
+            self._routes.forget(self._key)
+            self._differ()
+        self.large |= {number}
 
     def is_as(self, discard: Discard, tensor: Tensor) -> bool:
         """Whether ``tensor``, whose operation has filled it, is what the route discards so."""
