@@ -12,7 +12,7 @@ import backstash._budget.first_steps
 import backstash._budget.planner
 import backstash._budget.solving as solving
 from backstash import Stash
-from backstash._plan.cuts import CallGraph, CallOperation, Cut, _cheapest, cuts_of
+from backstash._plan.cuts import CallGraph, CallOperation, Cut, _Network, cuts_of
 from backstash._plan.regions import Forward, traced_regions
 from backstash._plan.solve import solve, solve_with_cuts
 from backstash._plan.trace import Links, Moment, Option, RegionCut, Trace, TracedBlock
@@ -50,8 +50,9 @@ def test_a_cut_is_the_cheapest_of_all_choices(seed):
     draw = random.Random(seed)
     graph, _ = any_graph(draw)
     held_bytes = {value: draw.randint(1, 9) for _, value in graph.saves}
+    network = _Network(graph, held_bytes)
     for price in (0.1, 0.5, 1.0, 3.0):
-        held, running = _cheapest(graph, held_bytes, price)
+        held, running = network.cheapest(price)
         found = cost_of(graph, held_bytes, price, running)
         numbers = range(len(graph.operations))
         every = (
@@ -76,7 +77,7 @@ def test_what_is_dear_to_compute_stays_first():
     )
     (cut,) = cuts_of(graph, dict.fromkeys(range(3), 100))
     assert cut.stays == {0} and cut.part == pytest.approx(0.03 / 1.03)
-    assert cuts_of(graph, {}) == [], "nothing is known of its bytes"
+    assert cuts_of(graph, {}) == (), "nothing is known of its bytes"
 
 
 def test_two_saves_of_one_value_stay_together():

@@ -13,7 +13,8 @@ more than a budget may cost a small program, so the flow is computed here.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+import functools
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -60,90 +61,127 @@ class Cut:
     """Of the seconds of all operations, what those take that run again."""
 
 
-def cuts_of(graph: CallGraph, nbytes: Mapping[int, int]) -> list[Cut]:
+def cuts_of(graph: CallGraph, nbytes: Mapping[int, int]) -> tuple[Cut, ...]:
     """The choices at a few prices, those that hold the least first; the call as a whole is none of them.
 
     Args:
         graph: of the call.
         nbytes: of what each save holds, by its number.
     """
+    return _cuts_of(graph, tuple(nbytes.items()))
+
+
+@functools.lru_cache(maxsize=64)
+def _cuts_of(graph: CallGraph, given: tuple[tuple[int, int], ...]) -> tuple[Cut, ...]:
+    nbytes = dict(given)
     held_bytes: dict[int, int] = defaultdict(int)
     for number, value in graph.saves:
         held_bytes[value] = max(held_bytes[value], nbytes.get(number, 0))
     total, seconds = sum(held_bytes.values()), graph.seconds
     if not total or not seconds:
-        return []
-    found: dict[frozenset[int], Cut] = {}
-    for price in reversed(_PRICES):
-        held, running = _cheapest(graph, held_bytes, price * seconds / total)
+        return ()
+    network = _Network(graph, held_bytes)
+    found: list[Cut] = []
+    for price in _PRICES:
+        held, running = network.cheapest(price * seconds / total)
         stays = frozenset(number for number, value in graph.saves if value in held)
         part = sum(graph.operations[at].seconds for at in running) / seconds
         if 0 < len(stays) < len(graph.saves):
-            found.setdefault(stays, Cut(stays, part))
-    return [*found.values()]
+            found.append(Cut(stays, part))
+    return tuple({each.stays: each for each in reversed(found)}.values())
 
 
-def _cheapest(
-    graph: CallGraph, held_bytes: Mapping[int, int], price: float
-) -> tuple[set[int], set[int]]:
-    """The values that are held, and the indices of the operations that run again, where a byte has this price.
+_SOURCE, _SINK = 0, 1
+
+
+class _Network:
+    """The graph of a call as a network of capacities, whose maximum flow shows the minimum cut.
 
     A cut with the source on the side of what is not run: an operation on the sink's side runs and cuts its edge
     of seconds; a value on the sink's side is needed, and where its operation does not run, its bytes are cut.
+
+    The flow is Dinic's (1970): in each round, the shortest paths that still have capacity are filled. At a
+    higher price, what has been found still flows.
     """
-    flow = _Flow()
-    for at, operation in enumerate(graph.operations):
-        flow.add("source", ("run", at), operation.seconds)
-        for value in operation.reads:
-            flow.add(("need", value), ("run", at), _UNLIMITED)
-        for value in operation.makes:
-            capacity = held_bytes[value] * price if value in held_bytes else _UNLIMITED
-            flow.add(("run", at), ("need", value), capacity)
-    made = {value for each in graph.operations for value in each.makes}
-    for value in held_bytes:
-        if value in made:
-            flow.add(("need", value), "sink", _UNLIMITED)
-    idle = flow.source_side()
-    running = {at for at in range(len(graph.operations)) if ("run", at) not in idle}
-    of_running = {value for at in running for value in graph.operations[at].makes}
-    return {value for value in held_bytes if value not in of_running}, running
 
+    def __init__(self, graph: CallGraph, held_bytes: Mapping[int, int]) -> None:
+        operations = graph.operations
+        made = dict.fromkeys(value for each in operations for value in each.makes)
+        read = dict.fromkeys(value for each in operations for value in each.reads)
+        first = 2 + len(operations)
+        self._value_at = {value: first + at for at, value in enumerate(made | read)}
+        self._edges: list[list[int]] = [[] for _ in range(first + len(self._value_at))]
+        # Of each edge: where it leads, and the capacity that is left. The next one, or the one before, leads back.
+        self._heads: list[int] = []
+        self._left: list[float] = []
+        self._priced: list[tuple[int, int]] = []  # edges whose capacity has a price, and bytes
+        self._price = 0.0
+        self._operations, self._held_bytes = operations, held_bytes
+        for at, operation in enumerate(operations, _SINK + 1):
+            self._add(_SOURCE, at, operation.seconds)
+            for value in operation.reads:
+                self._add(self._value_at[value], at, _UNLIMITED)
+            for value in operation.makes:
+                if value in held_bytes:
+                    self._priced.append((len(self._heads), held_bytes[value]))
+                    self._add(at, self._value_at[value], 0.0)
+                else:
+                    self._add(at, self._value_at[value], _UNLIMITED)
+        for value in held_bytes:
+            if value in made:
+                self._add(self._value_at[value], _SINK, _UNLIMITED)
 
-class _Flow:
-    """A network of capacities, and its maximum flow: shortest augmenting paths (Edmonds and Karp 1972)."""
+    def _add(self, tail: int, head: int, capacity: float) -> None:
+        self._edges[tail].append(len(self._heads))
+        self._edges[head].append(len(self._heads) + 1)
+        self._heads += head, tail
+        self._left += capacity, 0.0
 
-    def __init__(self) -> None:
-        self._left: dict[object, dict[object, float]] = defaultdict(dict)
+    def cheapest(self, price: float) -> tuple[set[int], set[int]]:
+        """The values that are held, and the indices of the operations that run again, where a byte has this
+        price, which is no lower than the last one."""
+        for edge, nbytes in self._priced:
+            self._left[edge] += nbytes * (price - self._price)
+        self._price = price
+        while (levels := self._levels())[_SINK] >= 0:
+            self._fill(levels)
+        running = {at for at in range(len(self._operations)) if levels[at + _SINK + 1] < 0}
+        of_running = {value for at in running for value in self._operations[at].makes}
+        return {value for value in self._held_bytes if value not in of_running}, running
 
-    def add(self, tail: object, head: object, capacity: float) -> None:
-        """Add an edge; two between the same nodes add up."""
-        self._left[tail][head] = self._left[tail].get(head, 0.0) + capacity
-        self._left[head].setdefault(tail, 0.0)
-
-    def source_side(self) -> set[object]:
-        """The nodes that the source still reaches once the flow is as large as it can be."""
-        while True:
-            came_from = self._reach()
-            if "sink" not in came_from:
-                return set(came_from)
-            path: list[object] = ["sink"]
-            while path[-1] != "source":
-                path.append(came_from[path[-1]])
-            edges = list(zip(path[1:], path[:-1], strict=True))
-            amount = min(self._left[tail][head] for tail, head in edges)
-            for tail, head in edges:
-                self._left[tail][head] -= amount
-                self._left[head][tail] += amount
-
-    def _reach(self) -> dict[object, object]:
-        came_from: dict[object, object] = {"source": "source"}
-        todo = deque[object](["source"])
-        while todo:
-            node = todo.popleft()
-            for head, capacity in self._left.get(node, {}).items():
-                if capacity > 0 and head not in came_from:
-                    came_from[head] = node
-                    if head == "sink":
-                        return came_from
+    def _levels(self) -> list[int]:
+        """The length of the shortest path with capacity from the source to each node; -1: there is none."""
+        levels = [-1] * len(self._edges)
+        levels[_SOURCE], todo = 0, [_SOURCE]
+        for node in todo:
+            for edge in self._edges[node]:
+                head = self._heads[edge]
+                if levels[head] < 0 < self._left[edge]:
+                    levels[head] = levels[node] + 1
                     todo.append(head)
-        return came_from
+        return levels
+
+    def _fill(self, levels: list[int]) -> None:
+        """Let flow what the paths of these lengths can still take."""
+        heads, left = self._heads, self._left
+        todo = [list(each) for each in self._edges]  # edges that may lead on
+        path: list[int] = []
+        while True:
+            node = heads[path[-1]] if path else _SOURCE
+            if node == _SINK:
+                amount = min(left[edge] for edge in path)
+                for at, edge in reversed([*enumerate(path)]):
+                    left[edge] -= amount
+                    left[edge ^ 1] += amount
+                    if left[edge] <= 0:
+                        del path[at:]
+            elif todo[node]:
+                edge = todo[node][-1]
+                if left[edge] > 0 and levels[heads[edge]] == levels[node] + 1:
+                    path.append(edge)
+                else:
+                    todo[node].pop()
+            elif path:
+                todo[heads[path.pop() ^ 1]].pop()
+            else:
+                return
