@@ -11,6 +11,7 @@ from torch import nn
 import backstash._budget.first_steps
 import backstash._budget.planner
 import backstash._budget.solving as solving
+import backstash._recompute.call as call
 from backstash import Stash
 from backstash._plan.cuts import CallGraph, CallOperation, Cut, _Network, cuts_of
 from backstash._plan.regions import Forward, traced_regions
@@ -232,3 +233,37 @@ def test_a_part_of_each_module_is_recomputed(monkeypatch, tmp_path, stays, opera
                 held = sum(n for name, n in each.choices if name not in ("region", "left"))
                 assert loaded._planner.follower.choices._encountered[each.name] == held, each.name
     loaded.close()
+
+
+class Gates(nn.Module):
+    """Parts of one memory, written and saved one after the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4 * 512))
+
+    def forward(self, x):
+        one, other, *_ = torch.unsafe_chunk((torch.cat([x] * 4, 1) * self.scale).sin(), 4, 1)
+        return torch.sigmoid_(one) * torch.tanh_(other)
+
+
+@pytest.mark.parametrize(
+    ("make", "most_bytes", "has_cuts"), [(Gates, 32 * MIB, False), (Layer, 12 * MIB, True)]
+)
+def test_a_call_that_saves_parts_of_a_memory_between_writes_has_no_cuts(
+    monkeypatch, tmp_path, make, most_bytes, has_cuts
+):
+    graphs, made = [], call._graph_of
+    monkeypatch.setattr(call, "_graph_of", lambda *given: graphs.append(made(*given)) or graphs[-1])
+    memory = CountedMemory(monkeypatch, inflight="2MiB", prefetch="2MiB")
+    net = nn.Sequential(*(make() for _ in range(4)))
+    stash = memory(budget=OTHER + most_bytes, disk=tmp_path)
+    with stash.recompute(*net):
+        for _ in range(5):
+            with stash:
+                loss = net(torch.ones(512, 512)).sum()
+            loss.backward()
+            _ = stash.plan
+    stash.close()
+    assert graphs and all(bool(each.saves) is has_cuts for each in graphs)
+    assert all(each.operations for each in graphs)

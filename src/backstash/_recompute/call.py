@@ -27,7 +27,7 @@ from .._text import clean
 from .._torch.dispatch import innermost_mode, pause_mode, resume_mode, without_function_modes
 from .._torch.engine import queue_callback, sequence_number, task_or_none
 from .._torch.modules import as_if_running, module_path, running_modules
-from .._torch.schemas import RANDOM
+from .._torch.schemas import RANDOM, argument_of
 from .._torch.storages import storage_identity, storage_of
 from ..codecs._base import integers
 from ..errors import InplaceError
@@ -584,7 +584,11 @@ class _Drop:
 def _graph_of(
     traced: list[tuple[int, Held]], timed: Timed, between: Callable[[Any, Any], float]
 ) -> CallGraph:
-    """Return the operations that were timed, and what was saved of what they make."""
+    """Return the operations that were timed, and what was saved of what they make.
+
+    Nothing, if what was saved is a part of a memory whose other parts were written later, like the gates of a
+    recurrent cell: holding a part of it does not spare what made the others, so no part of the call is cheaper.
+    """
     operations = tuple(
         CallOperation(
             between(began, ended),
@@ -593,7 +597,13 @@ def _graph_of(
         )
         for op, began, ended in timed.taken
     )
-    return CallGraph(operations, tuple((number, held.state.number) for number, held in traced))
+    written: set[int] = set()
+    for op, *_ in timed.taken:
+        for made in op.made:
+            if made.argument is not None:
+                written.add(argument_of(op.args, op.kwargs, made.argument).number)
+    saves = [(number, held.state.number) for number, held in traced]
+    return CallGraph(operations, () if written & {value for _, value in saves} else tuple(saves))
 
 
 def _are_same(one: Tensor, other: Tensor) -> bool:
