@@ -111,7 +111,7 @@ class _Network:
         first = 2 + len(operations)
         self._value_at = {value: first + at for at, value in enumerate(made | read)}
         self._edges: list[list[int]] = [[] for _ in range(first + len(self._value_at))]
-        # Of each edge: where it leads, and the capacity that is left. The next one, or the one before, leads back.
+        # Of each edge: where it leads, and the capacity that is left. Its neighbour, edge ^ 1, leads back.
         self._heads: list[int] = []
         self._left: list[float] = []
         self._priced: list[tuple[int, int]] = []  # edges whose capacity has a price, and bytes

@@ -317,15 +317,15 @@ class Call:
         return bool(nbytes < self.region.session.min_bytes)
 
     def _hold_operand(self, tensor: Tensor, is_random: bool) -> object:
-        if not (tensor.is_leaf or self._is_paused):
+        if not self._is_paused:
             self._pause()
         root = tensor if tensor._base is None else tensor._base
         if type(root) is nn.Parameter or (root.is_leaf and root.requires_grad):
             packed = self.region.admission.keep_parameter(tensor, self._thread_state)
-            if packed is not None:
+            if packed is not None and not tensor.is_leaf:
                 return packed
-        if not self._is_paused:
-            self._pause()
+            if packed is not None:  # ``tensor.data = other`` gives the leaf itself other memory
+                return tensor.detach(), tensor._version
         packs = self._may_pack(tensor, is_random=is_random)
         pack = self._pack_smaller if packs else self._pack_exact
         modules = self._modules_that_saved(tensor)

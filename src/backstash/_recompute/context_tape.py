@@ -88,7 +88,9 @@ class ContextTape(Tape):  # type: ignore[no-untyped-call]
     def note_packed(self, tensor: Tensor, packed: object) -> None:
         """Record that the stash saved ``tensor`` as ``packed``: replays can now start from it."""
         if type(packed) is not Entry:
-            if type(packed) is not WrapperEntry:
+            root = tensor if tensor._base is None else tensor._base
+            # What has a part of a memory to itself does not count writes to the rest.
+            if type(packed) is not WrapperEntry and root.nbytes == root.untyped_storage().nbytes():
                 self._note_saved(tensor, None)
             return
         block = packed.block

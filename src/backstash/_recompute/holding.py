@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._torch.fused_steps import FUSED_STEPS, watch_fused_steps
 from .._torch.schemas import Operation
 from .._torch.storages import storage_identity
 from .operations import (
@@ -32,6 +33,7 @@ __all__ = ["HoldingTape"]
 _UNSAVED = "it depends on a tensor that PyTorch does not save and that programs may change"
 _RANDOM = "it depends on random numbers that PyTorch does not save"
 _LARGE = "it depends on a tensor that PyTorch does not save, and which takes more than half as much"
+_WIDE = "it depends on a tensor that PyTorch does not save, and which is larger"
 _INFERENCE = "it depends on a tensor made in inference mode, whose changes PyTorch does not count"
 
 
@@ -50,6 +52,8 @@ class HoldingTape(Tape):  # type: ignore[no-untyped-call]
         """A forward's operands, while the tape records and their memory is not overwritten."""
         self._held: dict[Outside, list[Any]] = {}  # those that are held: see Needs
         self._needs: dict[Op, Needs] = {}  # by the operations whose operands are held
+        watch_fused_steps()
+        self._fused_steps = FUSED_STEPS.latest  # before the forward
         self._latest: list[Op] = []  # what the latest call of want() added to these
         self.given: dict[State, State] = {}
         """What :meth:`take_as_given` replaced, and by what."""
@@ -84,14 +88,14 @@ class HoldingTape(Tape):  # type: ignore[no-untyped-call]
             if memory is None:
                 outside.seen = self._seen(tensor)
             elif outside not in self.tensors:
-                self._note_unsaved(outside, memory)
+                self._note_unsaved(outside, memory, tensor)
             self.tensors.setdefault(outside, tensor)
         if self.steps is not None:
             self.outside_states[outside] = state
         op.before.append(outside)
         return outside
 
-    def _note_unsaved(self, outside: Outside, memory: Memory) -> None:
+    def _note_unsaved(self, outside: Outside, memory: Memory, tensor: Tensor) -> None:
         """Note whether the forward computed this operand, and refer no longer to those before that it computed
         and that no operation saved: the program may have freed them."""
         if outside.is_random:
@@ -100,11 +104,16 @@ class HoldingTape(Tape):  # type: ignore[no-untyped-call]
             outside.unsaved = ALIAS
         elif memory.is_made:
             outside.unsaved = _LARGE
+        elif not (tensor if tensor._base is None else tensor._base).is_leaf:
+            outside.unsaved = (
+                _WIDE  # an input of the module: the program may free it after the forward
+            )
+            return
         if not outside.unsaved:
             return
         for each in [each for each in self.tensors if each.unsaved and each not in self._held]:
             tensor = self.tensors[each]
-            if not (is_small(tensor) or self._is_held_anyway(tensor)):
+            if each.unsaved != _WIDE and not (is_small(tensor) or self._is_held_anyway(tensor)):
                 del self.tensors[each]
 
     def _shows(self, tensor: Tensor, operand: Outside) -> bool:
@@ -114,6 +123,8 @@ class HoldingTape(Tape):  # type: ignore[no-untyped-call]
             return operand.seen == self._seen(tensor)
         state = self.state_of(tensor)
         if state is None or state.outside is None:
+            return False
+        if tensor.requires_grad and FUSED_STEPS.have_written(tensor, self._fused_steps):
             return False
         # ``tensor.data = other`` gives the same tensor another place.
         return place_of(tensor) == operand.kind[0] and state.outside.get(operand.kind[0]) is operand
@@ -220,12 +231,16 @@ class HoldingTape(Tape):  # type: ignore[no-untyped-call]
             # The program may write a buffer before backward; that is no error if autograd did not save it.
             is_inference = tensor.is_inference()
             if each.unsaved and not (is_small(tensor) or self._is_held_anyway(tensor)):
-                storage = tensor.untyped_storage()
-                only_for_replays[storage_identity(storage)] = storage.nbytes()
                 # An expanded tensor has fewer elements in memory.
-                most_bytes = min(discarded.nbytes, discarded.untyped_storage().nbytes()) // 2
-                if each.unsaved != _LARGE or sum(only_for_replays.values()) > most_bytes:
-                    return each.unsaved
+                most_bytes = min(discarded.nbytes, discarded.untyped_storage().nbytes())
+                storage = tensor.untyped_storage()
+                if each.unsaved == _WIDE:
+                    if min(tensor.nbytes, storage.nbytes()) > most_bytes:
+                        return _WIDE
+                else:
+                    only_for_replays[storage_identity(storage)] = storage.nbytes()
+                    if each.unsaved != _LARGE or sum(only_for_replays.values()) > most_bytes // 2:
+                        return each.unsaved
             elif each.is_random and not is_inference and self._is_held_anyway(tensor):
                 continue
             if not tensor.requires_grad and is_small(tensor):
@@ -244,7 +259,9 @@ class HoldingTape(Tape):  # type: ignore[no-untyped-call]
                 with self.aside():
                     held[each] = [copied(tensor), None]
             else:
-                was = None if each.is_random or tensor.requires_grad else fingerprint_of(tensor)
+                was: Any = FUSED_STEPS.latest
+                if not tensor.requires_grad:
+                    was = None if each.is_random else fingerprint_of(tensor)
                 held[each] = [pack(tensor, each.is_random), was]
         return ""
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .._device.fingerprint import fingerprint
 from .._saved.view import dense, extent_bytes, raw_alias, reason_to_stay, snapshot
+from .._torch.fused_steps import FUSED_STEPS, FusedStep
 from .._torch.schemas import tensors_of
 from .._torch.tensors import alive
 from ..errors import InplaceError
@@ -321,7 +322,12 @@ def unpacked(
     """
     packed, was = operands[operand]
     value = unpack(packed).detach()
-    if was is not None and fingerprint_of(value) != was:
+    if type(was) is FusedStep:
+        if FUSED_STEPS.have_written(value, was):
+            raise InplaceError(
+                f"an input of shape {tuple(value.shape)} was changed by a fused optimizer's step since forward"
+            )
+    elif was is not None and fingerprint_of(value) != was:
         raise InplaceError(
             f"an input of shape {tuple(value.shape)} was changed since forward without a new version "
             "(NumPy, .data)"

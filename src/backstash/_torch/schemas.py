@@ -70,6 +70,9 @@ _ALSO_WRITES: dict[str, tuple[int, ...]] = {
     "batch_norm_gather_stats_with_counts": (3, 4),
 }
 """Arguments that these write in any case, although their schemas do not say so."""
+_COLLECTIVES = "c10d"
+"""The namespace of ``torch.distributed``'s operators. Those whose name ends with an underscore write their
+first argument, although no schema says so, and most raise no version."""
 _NO_FORMULA = (
     "{} has no formula for backward, so autograd would have to look into its kernel, which it cannot while a "
     "forward is recorded: register one (torch.library.register_autograd), call it without gradients, or give "
@@ -147,6 +150,7 @@ class Operation:
     """The properties of one overload of an operator."""
 
     __slots__ = (
+        "_declares_writes",
         "dropout",
         "fills",
         "func",
@@ -240,7 +244,10 @@ class Operation:
         self.is_view = not self.writes and any(
             each.alias_info is not None and not each.alias_info.is_write for each in schema.returns
         )
+        self._declares_writes = bool(self.writes)
         self.writes = (*self.writes, *_ALSO_WRITES.get(base, ()))
+        if schema.name.startswith(f"{_COLLECTIVES}::") and base.endswith("_"):
+            self.writes = (*self.writes, 0)
 
     def check_formula(self, args: Any, kwargs: Any, result: Any) -> None:
         """Raise if plain PyTorch would have differentiated through the kernel, after a call under a mode.
@@ -251,7 +258,7 @@ class Operation:
         if not torch.is_grad_enabled():
             return
         given = [*tensors_of(args), *tensors_of((*kwargs.values(),))]
-        made = given if self.writes else tensors_of(result)
+        made = given if self._declares_writes else tensors_of(result)
         if any(each.requires_grad for each in given):
             if any(each.is_floating_point() or each.is_complex() for each in made):
                 raise UsageError(_NO_FORMULA.format(self.name))
