@@ -124,7 +124,8 @@ class HoldingTape(Tape):  # type: ignore[no-untyped-call]
         state = self.state_of(tensor)
         if state is None or state.outside is None:
             return False
-        if tensor.requires_grad and FUSED_STEPS.have_written(tensor, self._fused_steps):
+        since = self._fused_steps
+        if FUSED_STEPS.latest is not since and FUSED_STEPS.have_written(tensor, since):
             return False
         # ``tensor.data = other`` gives the same tensor another place.
         return place_of(tensor) == operand.kind[0] and state.outside.get(operand.kind[0]) is operand

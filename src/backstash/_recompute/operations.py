@@ -323,7 +323,7 @@ def unpacked(
     packed, was = operands[operand]
     value = unpack(packed).detach()
     if type(was) is FusedStep:
-        if FUSED_STEPS.have_written(value, was):
+        if FUSED_STEPS.latest is not was and FUSED_STEPS.have_written(value, was):
             raise InplaceError(
                 f"an input of shape {tuple(value.shape)} was changed by a fused optimizer's step since forward"
             )

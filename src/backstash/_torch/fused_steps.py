@@ -31,9 +31,8 @@ class _FusedSteps:
 
     def have_written(self, tensor: Tensor, since: FusedStep) -> bool:
         """Whether a step after ``since`` has written to the memory of ``tensor``."""
-        if self.latest == since or (storage := storage_of(tensor)) is None:
-            return False
-        return self._of.get(storage, 0) > since
+        storage = storage_of(tensor)
+        return storage is not None and self._of.get(storage, 0) > since
 
     def add(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Count a step: see ``register_optimizer_step_post_hook``."""
