@@ -166,3 +166,26 @@ def test_what_nothing_is_known_of_is_always_recorded():
     with Stash() as stash, stash.recompute(module):
         train(module, torch.ones(4, 8), steps=8)
     assert all(module.seen)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_inputs_of_any_form_are_looked_at():
+    """Nested tensors have no sizes, and a list may contain itself or be long."""
+
+    class Taking(Watched):
+        def forward(self, x, some=None):
+            if not torch.is_tensor(x):
+                x = x[0]
+            return super().forward(x.unbind()[0] if x.is_nested else x)
+
+    looped = [torch.ones(4, 8)]
+    looped.append(looped)
+    with Stash() as stash, stash.recompute(module := Taking()):
+        train(
+            module, torch.nested.as_nested_tensor([torch.ones(4, 8)], layout=torch.strided), steps=4
+        )
+        train(module, looped, steps=4)
+        assert not module.seen[-1]
+        for number in range(4):
+            step(module, torch.ones(4, 8), [0] * 100 + [number])
+        assert not module.seen[-1], "the last number of many is not looked at"

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Region", "is_of_region"]
 
+_MOST_LOOKED_AT = 64
+
 
 def is_of_region(pack: object) -> bool:
     """Whether a pack hook was pushed by a region."""
@@ -196,12 +198,14 @@ class Region(RegionState):
 
 
 def _kind_of(module: nn.Module, args: Any, kwargs: Any) -> list[object]:
-    """Return what usually decides how much a forward saves: equal for forwards that save as much."""
+    """Return what usually decides how much a forward saves: equal for forwards that save as much.
+
+    Of long or deep inputs only the first are looked at."""
     kind: list[object] = [module.training]
     todo = [args, kwargs.values()]
-    for some in todo:
-        for each in some:
-            if type(each) is Tensor:
+    for some in itertools.islice(todo, _MOST_LOOKED_AT):
+        for each in itertools.islice(some, _MOST_LOOKED_AT):
+            if type(each) is Tensor and not each.is_nested:
                 kind += each.shape, each.dtype, each.requires_grad
             elif isinstance(each, (tuple, list)):
                 todo.append(each)
