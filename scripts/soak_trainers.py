@@ -139,7 +139,7 @@ lightning.Trainer(
 report(module, stash)
 """,
 }
-RUN = ["-m", "backstash", "run", "--disk", ".", "--min-bytes", "4KiB", "--quiet"]
+RUN = ["-m", "backstash", "run", "--keep", "0", "--disk", ".", "--min-bytes", "4KiB", "--quiet"]
 TWO = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
 
 
