@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+import backstash._recompute.region as region
 from backstash import Stash
 from backstash._recompute.region import Region
 from backstash._torch.dispatch import innermost_mode
@@ -168,13 +169,37 @@ def test_what_nothing_is_known_of_is_always_recorded():
     assert all(module.seen)
 
 
+class Unhashable(str):
+    __hash__ = None
+
+
+class OnlyOnce(list):
+    """Cannot be iterated over."""
+
+    def __iter__(self):
+        raise AssertionError
+
+
+@pytest.mark.parametrize("rows", [1, 4096])
+def test_kinds_are_looked_at_only_where_saves_were_small(monkeypatch, rows):
+    looked = []
+    kind_of = region._kind_of
+    monkeypatch.setattr(region, "_kind_of", lambda *given: looked.append(1) or kind_of(*given))
+    module = Watched()
+    with Stash() as stash, stash.recompute(module):
+        train(module, torch.ones(rows, 8), steps=4)
+        assert len(looked) == (4 if rows == 1 else 1)
+        train(module, torch.ones(1, 8), steps=5)
+        assert not module.seen[-1]
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 def test_inputs_of_any_form_are_looked_at():
     """Nested tensors have no sizes, and a list may contain itself or be long."""
 
     class Taking(Watched):
         def forward(self, x, some=None):
-            if not torch.is_tensor(x):
+            while not torch.is_tensor(x):
                 x = x[0]
             return super().forward(x.unbind()[0] if x.is_nested else x)
 
@@ -186,6 +211,9 @@ def test_inputs_of_any_form_are_looked_at():
         )
         train(module, looped, steps=4)
         assert not module.seen[-1]
+        train(module, [OnlyOnce([torch.ones(4, 8)])], steps=4)
+        assert not module.seen[-1]
+        step(module, torch.ones(4, 8), Unhashable("a"))
         for number in range(4):
             step(module, torch.ones(4, 8), [0] * 100 + [number])
         assert not module.seen[-1], "the last number of many is not looked at"

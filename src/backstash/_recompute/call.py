@@ -322,10 +322,10 @@ class Call:
         root = tensor if tensor._base is None else tensor._base
         if type(root) is nn.Parameter or (root.is_leaf and root.requires_grad):
             packed = self.region.admission.keep_parameter(tensor, self._thread_state)
-            if packed is not None and not tensor.is_leaf:
-                return packed
-            if packed is not None:  # ``tensor.data = other`` gives the leaf itself other memory
+            if tensor.is_leaf:  # ``tensor.data = other`` would give it other memory
                 return tensor.detach(), tensor._version
+            if packed is not None:
+                return packed
         packs = self._may_pack(tensor, is_random=is_random)
         pack = self._pack_smaller if packs else self._pack_exact
         modules = self._modules_that_saved(tensor)
@@ -471,7 +471,7 @@ class Call:
             tape.make_route()
         tape.end()
         region.discards = self._discarded
-        if in_order and self.kind is not None:
+        if in_order:
             region.note_saves(self.kind, are_small=self._saves_are_small)
         self._counted.clear()
         region.admission.discarded_bytes += self._discarded_bytes

@@ -33,7 +33,7 @@ __all__ = ["HoldingTape"]
 _UNSAVED = "it depends on a tensor that PyTorch does not save and that programs may change"
 _RANDOM = "it depends on random numbers that PyTorch does not save"
 _LARGE = "it depends on a tensor that PyTorch does not save, and which takes more than half as much"
-_WIDE = "it depends on a tensor that PyTorch does not save, and which is larger"
+_WIDE = "it depends on inputs that PyTorch does not save, and which take more"
 _INFERENCE = "it depends on a tensor made in inference mode, whose changes PyTorch does not count"
 
 
@@ -213,7 +213,7 @@ class HoldingTape(Tape):  # type: ignore[no-untyped-call]
         self, needed: Collection[Outside], discarded: Tensor, pack: Callable[[Tensor, bool], object]
     ) -> str:
         """Hold these operands: see :meth:`want`. What only a replay needs may take half of
-        what ``discarded`` takes."""
+        what ``discarded`` takes, and with the module's inputs as much."""
         tensors, held = self.tensors, self._held
         copies: set[Outside] = set()
         only_for_replays: dict[int, int] = {}  # bytes by the identity of the storage
@@ -232,16 +232,14 @@ class HoldingTape(Tape):  # type: ignore[no-untyped-call]
             # The program may write a buffer before backward; that is no error if autograd did not save it.
             is_inference = tensor.is_inference()
             if each.unsaved and not (is_small(tensor) or self._is_held_anyway(tensor)):
+                storage = tensor.untyped_storage()
+                only_for_replays[storage_identity(storage)] = storage.nbytes()
                 # An expanded tensor has fewer elements in memory.
                 most_bytes = min(discarded.nbytes, discarded.untyped_storage().nbytes())
-                storage = tensor.untyped_storage()
-                if each.unsaved == _WIDE:
-                    if min(tensor.nbytes, storage.nbytes()) > most_bytes:
-                        return _WIDE
-                else:
-                    only_for_replays[storage_identity(storage)] = storage.nbytes()
-                    if each.unsaved != _LARGE or sum(only_for_replays.values()) > most_bytes // 2:
-                        return each.unsaved
+                if each.unsaved != _WIDE:
+                    most_bytes = most_bytes // 2 if each.unsaved == _LARGE else -1
+                if sum(only_for_replays.values()) > most_bytes:
+                    return each.unsaved
             elif each.is_random and not is_inference and self._is_held_anyway(tensor):
                 continue
             if not tensor.requires_grad and is_small(tensor):

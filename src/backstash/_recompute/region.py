@@ -126,7 +126,7 @@ class Region(RegionState):
         if inside or self.session.section.is_nested():
             return
         kind: object = None
-        if not self.session.planners:
+        if self.saves_are_small and not self.session.planners:
             kind = bool(thread_state.scopes), *_kind_of(module, args, kwargs)
             if self.is_at_rest(kind):
                 return
@@ -207,12 +207,12 @@ def _kind_of(module: nn.Module, args: Any, kwargs: Any) -> list[object]:
         for each in itertools.islice(some, _MOST_LOOKED_AT):
             if type(each) is Tensor and not each.is_nested:
                 kind += each.shape, each.dtype, each.requires_grad
-            elif isinstance(each, (tuple, list)):
+            elif type(each) in (tuple, list):
                 todo.append(each)
-            elif isinstance(each, dict):
+            elif type(each) is dict:
                 todo.append(each.values())
             else:
-                kind.append(each if isinstance(each, (int, str)) else type(each))
+                kind.append(each if type(each) in (int, bool, str) else type(each))
     kind += [each.requires_grad for each in module.parameters()]
     return kind
 

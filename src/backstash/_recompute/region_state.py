@@ -67,6 +67,8 @@ class RegionState:
         self.graph: CallGraph | None = None
         """The operations of the replay that was compared last, where a step was measured."""
         self.routes = Routes()
+        self.saves_are_small = True
+        """Whether the last forward that was recorded saved only small tensors."""
         self._small_calls: dict[object, int] = {}
         self._samples = 0
         self._random = random.Random(next(_seeds))
@@ -84,6 +86,9 @@ class RegionState:
 
     def note_saves(self, kind: object, *, are_small: bool) -> None:
         """Record that a forward ended, and whether all that it saved was small."""
+        self.saves_are_small = are_small
+        if kind is None:
+            return
         if not are_small:
             self._small_calls.pop(kind, None)
         elif (calls := self._small_calls.get(kind, 0)) < _SMALL_CALLS:
