@@ -246,3 +246,26 @@ def test_a_policy_recomputes_what_parts_of_a_memory_led_to(kind):
     with Stash(min_bytes=0, policy=lambda saved: Action("recompute")) as stash:
         for _ in range(3):
             assert all(map(torch.equal, gradients(stash), plain))
+
+
+class Doubled(torch.autograd.Function):
+    """Not recomputed, and nothing saves what it returns."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2
+
+
+@pytest.mark.parametrize(("parts", "is_held"), [(1, False), (2, True)])
+def test_what_the_forward_made_may_take_half_of_what_it_frees(parts, is_held):
+    class Repeated(nn.Module):
+        def forward(self, x):
+            return torch.exp(torch.cat([Doubled.apply(x)] * parts) + 1)
+
+    with Stash(min_bytes=0) as stash, stash.recompute(net := Repeated()):
+        net(torch.ones(ROWS, WIDTH, requires_grad=True)).sum().backward()
+        assert bool(stash.stats().recomputed_bytes) is is_held

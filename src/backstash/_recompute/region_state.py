@@ -87,8 +87,6 @@ class RegionState:
     def note_saves(self, kind: object, *, are_small: bool) -> None:
         """Record that a forward ended, and whether all that it saved was small."""
         self.saves_are_small = are_small
-        if kind is None:
-            return
         if not are_small:
             self._small_calls.pop(kind, None)
         elif (calls := self._small_calls.get(kind, 0)) < _SMALL_CALLS:
