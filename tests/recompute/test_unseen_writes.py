@@ -170,8 +170,13 @@ class Swapping(nn.Module):
 
 @pytest.mark.parametrize("verify", ["first", "auto", "always"])
 @pytest.mark.parametrize("policy", [None, lambda saved: None], ids=["", "with a policy"])
-def test_a_weight_that_gets_other_data_is_replayed_as_it_was_read(verify, policy):
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_a_weight_that_gets_other_data_is_replayed_as_it_was_read(verify, policy, is_trained):
     net = Swapping()
+    if not is_trained:
+        weight = net.inner.weight.detach()
+        del net.inner.weight
+        net.inner.register_buffer("weight", weight)
     plain = train([copy.deepcopy(net)], lambda step: None)
     with Stash(min_bytes=0, verify=verify, policy=policy) as stash, stash.recompute(net.inner):
         found = train([net], lambda step: None)
@@ -218,7 +223,8 @@ class Adding(nn.Module):
 INPUTS = {
     "a tensor": (Noisy, lambda x: (x * 2,), True),
     "expanded": (Averaging, lambda x: ((x[0] * 2).expand(ROWS, WIDTH),), True),
-    "a part": (Noisy, lambda x: ((x.expand(8, ROWS, WIDTH) * 2)[3],), False),
+    "a part": (Noisy, lambda x: ((x.expand(8, ROWS, WIDTH) * 2)[3],), True),
+    "two parts": (Adding, lambda x: (x.expand(8, ROWS, WIDTH) * 2)[3:5], False),
     "two": (Adding, lambda x: (x * 2, x * 3), False),
 }
 

@@ -320,12 +320,15 @@ class Call:
         if not self._is_paused:
             self._pause()
         root = tensor if tensor._base is None else tensor._base
+        # ``leaf.data = other`` gives the leaf other memory, so only that of now is held.
         if type(root) is nn.Parameter or (root.is_leaf and root.requires_grad):
             packed = self.region.admission.keep_parameter(tensor, self._thread_state)
-            if tensor.is_leaf:  # ``tensor.data = other`` would give it other memory
+            if tensor.is_leaf:
                 return tensor.detach(), tensor._version
             if packed is not None:
                 return packed
+        if tensor.is_leaf:
+            tensor = tensor.detach()
         packs = self._may_pack(tensor, is_random=is_random)
         pack = self._pack_smaller if packs else self._pack_exact
         modules = self._modules_that_saved(tensor)

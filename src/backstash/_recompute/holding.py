@@ -233,7 +233,10 @@ class HoldingTape(Tape):  # type: ignore[no-untyped-call]
             is_inference = tensor.is_inference()
             if each.unsaved and not (is_small(tensor) or self._is_held_anyway(tensor)):
                 storage = tensor.untyped_storage()
-                only_for_replays[storage_identity(storage)] = storage.nbytes()
+                which, nbytes = storage_identity(storage), storage.nbytes()
+                if each.unsaved == _WIDE:  # a later operation may save the rest of the memory
+                    nbytes = min(only_for_replays.get(which, 0) + tensor.nbytes, nbytes)
+                only_for_replays[which] = nbytes
                 # An expanded tensor has fewer elements in memory.
                 most_bytes = min(discarded.nbytes, discarded.untyped_storage().nbytes())
                 if each.unsaved != _WIDE:
