@@ -18,7 +18,7 @@ from backstash.errors import InplaceError
 ROWS, WIDTH, BEGINS = 512, 64, 4
 
 
-def train(nets, act, *, stash=None, steps=8):
+def train(nets, act, *, steps=8):
     """The gradients of each step, in which ``act(step)`` comes between forward and backward."""
     found = []
     for step in range(steps):
@@ -38,7 +38,7 @@ def assert_same(nets, act=lambda step: None, *, verify):
     plain = train(copy.deepcopy(nets), act)
     stash = Stash(min_bytes=0, verify=verify)
     with stash.recompute(*nets):
-        found = train(nets, act, stash=stash)
+        found = train(nets, act)
     assert stash.stats().recomputed_bytes
     stash.close()
     for step, (one, other) in enumerate(zip(plain, found, strict=True)):

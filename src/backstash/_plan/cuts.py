@@ -71,7 +71,7 @@ def cuts_of(graph: CallGraph, nbytes: Mapping[int, int]) -> tuple[Cut, ...]:
     return _cuts_of(graph, tuple(nbytes.items()))
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=16)  # each keeps its graph
 def _cuts_of(graph: CallGraph, given: tuple[tuple[int, int], ...]) -> tuple[Cut, ...]:
     nbytes = dict(given)
     held_bytes: dict[int, int] = defaultdict(int)

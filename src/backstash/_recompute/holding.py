@@ -105,9 +105,8 @@ class HoldingTape(Tape):  # type: ignore[no-untyped-call]
         elif memory.is_made:
             outside.unsaved = _LARGE
         elif not (tensor if tensor._base is None else tensor._base).is_leaf:
-            outside.unsaved = (
-                _WIDE  # an input of the module: the program may free it after the forward
-            )
+            # An input of the module, which the program may free after the forward.
+            outside.unsaved = _WIDE
             return
         if not outside.unsaved:
             return
