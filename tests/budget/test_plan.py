@@ -28,7 +28,7 @@ from backstash.errors import BudgetError, SizeError, StashWarning, UsageError
 from backstash.plan import usable_bytes
 from backstash.units import format_bytes
 from counted_memory import MIB, OTHER, CountedMemory, Saves
-from long_tests import mostly_long, takes_long
+from long_tests import takes_long
 from plan_steps import SAVED, Sine, are_same, model, moved, settle, step
 
 
@@ -1049,7 +1049,7 @@ def test_without_a_disk_a_budget_that_cannot_be_kept_is_said_after_the_second_st
     assert {"recompute", "pack"} <= chosen
 
 
-@pytest.mark.parametrize("rows", mostly_long([48, 96], 48))
+@pytest.mark.parametrize("rows", [48, 96])
 def test_without_a_disk_larger_steps_than_were_measured_are_recomputed(memory, rows):
     """Whether those that were measured fit in place (48 rows), or were planned for."""
     net = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(16)))

@@ -766,6 +766,8 @@ class Planner(Controller):
         step."""
         if self.asks_prices or self.follower.recomputes:
             return True
+        if self._tier is None and self.follower.choices is None:
+            return True  # nothing moves: what is to go before there is a plan is recomputed
         measured = self._recording.is_on and self.follower.choices is None
         return has_ended and measured and not self._first_steps.records
 
