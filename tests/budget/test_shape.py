@@ -59,10 +59,34 @@ def awaited(shape):
 def test_a_larger_step_is_awaited_for_twice_as_many_steps_each_time():
     """And once it did not come, whether a step is larger is looked at more often."""
     shape, found = planned(), []
-    for _ in range(6):
+    for _ in range(4):
         assert shape.bytes_to_next_look(MIB) == (10 * MIB // 16 if found else MIB)
         found.append(awaited(shape))
-    assert found == [5, 9, 17, 33, 65, 65]
+    assert found == [5, 9, 17, 17]
+
+
+def late(shape, mib):
+    """A step that saves so much, and whether it is found to be larger after its first block."""
+    for _ in range(mib):
+        shape.count_saved(MIB)
+        more = shape.count(MIB, is_planned=True)
+        if not shape.is_larger and (more or shape.asked_more()):
+            shape.begin_larger()
+    is_late = shape.is_larger and shape.expects_larger
+    shape.begin_step(is_first=False)
+    return is_late
+
+
+def test_a_larger_step_is_awaited_in_vain_twice_and_then_follows_the_plan():
+    shape, measured = planned(), 0
+    for number in range(200):
+        is_large = number % 20 == 0
+        is_awaited = shape.expects_larger
+        if not late(shape, 15 if is_large else 10) and is_awaited:
+            shape.await_next()
+            measured += 1
+    assert measured == 5 + 9
+    assert late(shape, 20), "a still larger one is expected again"
 
 
 def test_another_larger_step_is_expected_until_a_plan_is_made():

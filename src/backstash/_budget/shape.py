@@ -2,7 +2,8 @@
 
 A plan is for the largest step so far. A larger step is recognized before it ends, by its first block or by the
 total of its saves. If it was recognized too late to be measured, the planner measures the next steps until one
-is as large: at most four, and twice as many each time.
+is as large: at most four, then eight. If none was, such a step is no longer taken to be larger: its saves follow
+the plan, as far as it knows them, and the memory is read as in any step.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ __all__ = ["EndedStep", "StepShape"]
 _ALIKE = 0.02  # two steps of one shape differ by at most this part of what they save
 _MORE = 8  # a step is larger if it saves 1/8 more than any step before
 _OFTEN = 16  # checks come every 1/16 of that once a step was mistaken for a larger one
-_MOST_AWAITED = 64
+_MOST_AWAITED = 16  # not reached by the first two times
 _STEADY_STEPS = 16
 
 
@@ -82,6 +83,9 @@ class StepShape:
         self._looks_often = (
             False  # none of them was as large: several steps may have looked like one
         )
+        self._late_bytes = self._late_asked_bytes = (
+            0  # of the step that they were to be as large as
+        )
 
     def begin_step(self, *, is_first: bool) -> EndedStep:
         """Begin a step, and return what the last one saved."""
@@ -94,6 +98,8 @@ class StepShape:
             self.is_seen,
         )
         self.is_seen = True
+        if ended.was_larger and self.expects_larger:
+            self._late_bytes, self._late_asked_bytes = ended.saved_bytes, ended.asked_bytes
         if not ended.was_larger and not is_first:
             self._most_asked_bytes = max(self._most_asked_bytes, ended.asked_bytes)
         if ended.was_seen:
@@ -192,11 +198,20 @@ class StepShape:
 
     def await_next(self) -> None:
         """Expect a larger step again, a few times: the expected step, or one with a larger first block, was not
-        as large, and steps of different sizes may alternate."""
+        as large, and steps of different sizes may alternate.
+
+        The second time that none of them was as large, it is no longer expected: such steps are too rare to be
+        measured, or a measured step saves less for another reason, such as a call that a plan cannot recompute
+        although it could be recomputed when it was measured.
+        """
         self._most_first_bytes = max(self._most_first_bytes, self._ended_first_bytes)
         self.expects_larger = self._awaited > 0
         self._awaited -= self.expects_larger
         self._looks_often |= not self.expects_larger
+        if not self.expects_larger and self._most_awaited == _MOST_AWAITED:
+            most_bytes = self._late_bytes + self._differing_bytes
+            self._most_saved_bytes = max(self._most_saved_bytes, most_bytes)
+            self._most_asked_bytes = max(self._most_asked_bytes, self._late_asked_bytes)
 
     def await_another(self) -> None:
         """Expect another larger step, to measure it: the expected one has come."""
