@@ -2,8 +2,8 @@
 
 A plan is for the largest step so far. A larger step is recognized before it ends, by its first block or by the
 total of its saves. If it was recognized too late to be measured, the planner measures the next steps until one
-is as large: at most four, then eight. If none was, such a step is no longer taken to be larger: its saves follow
-the plan, as far as it knows them, and the memory is read as in any step.
+is as large: at most four, then eight. If none was, such a step is no longer taken to be larger: its saves
+follow the plan, as far as it knows them, and the memory is read as in any step.
 """
 
 from __future__ import annotations
