@@ -655,6 +655,14 @@ def test_a_root_is_chosen_before_what_is_in_it():
     assert largest_modules(block, {"": 1, "layer": 30}, 31) == []
 
 
+def test_of_modules_without_submodules_only_recurrent_layers_are_chosen():
+    net = nn.Sequential(nn.LSTM(4, 4), nn.Linear(4, 4), nn.GRU(4, 4), Layer(), nn.LSTMCell(4, 4))
+    saved = {str(at): 8 for at in range(len(net))}
+    assert largest_modules(net, saved, 8 * 8) == [net[0], net[2], net[4]]
+    assert largest_modules(net, {"0": 40, "1": 40}, 80) == [net[0]]
+    assert largest_modules(net, {"0": 41, "1": 39}, 80) == []
+
+
 @pytest.mark.parametrize("options", [{"recompute": False}, {"fits": True}, {"named": True}])
 def test_no_module_gets_hooks_where_none_needs_to_be_recomputed(memory, tmp_path, options):
     net, budget = model(Block), OTHER + SAVED // 2 + 8 * MIB

@@ -27,11 +27,11 @@ from .._text import clean
 from .._torch.dispatch import innermost_mode, pause_mode, resume_mode, without_function_modes
 from .._torch.engine import queue_callback, sequence_number, task_or_none
 from .._torch.modules import as_if_running, module_path, running_modules
-from .._torch.schemas import RANDOM, argument_of
+from .._torch.schemas import RANDOM, argument_of, operation_of
 from .._torch.storages import storage_identity, storage_of
 from ..codecs._base import integers
 from ..errors import InplaceError
-from .operations import Place, operands_of, place_of, unpacked
+from .operations import Op, Place, State, operands_of, place_of, unpacked
 from .region_state import RegionState
 from .replay import Timed, replay
 from .route import Discard, ForwardTape
@@ -42,6 +42,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Call", "put_back"]
 
+_ONLY_WORKSPACE = (
+    "it is a workspace, and no other result of its operation is large enough to be compared"
+)
 _OTHER_BITS = "recomputing it gives different bits"
 
 
@@ -213,8 +216,8 @@ class Call:
         if tensor.requires_grad:
             if state.reason:  # one that may still be filled is checked later
                 return self._refuse(tensor, state.reason)
-        elif tensor.dtype is torch.uint8 and _is_workspace(tensor):
-            return self._pack_own(tensor)
+        elif _is_workspace(tensor) and (self._is_thorough or not _may_replay_workspace(state)):
+            return self._pack_own(tensor)  # a replay may leave other bytes where nothing is written
         if not self.region.admission.may_discard(tensor):
             return self._pack_own(tensor)
         self._saves_are_small = False
@@ -382,6 +385,8 @@ class Call:
         """Return what a replay of ``tensor`` will be compared with; ``None``: nothing."""
         region, number = self.region, self._discarded
         self._discarded += 1
+        if _is_workspace(tensor):
+            return None
         if number != self._sampled and not (tensor.is_cpu or self._is_thorough):
             return None
         if not self._is_paused:
@@ -499,8 +504,14 @@ class Call:
         else:
             reason = ""
         alike = [True] * len(values) + [False] * (len(same) - len(values))
-        for at, ((_, alias, _), value) in enumerate(zip(same, values, strict=False)):
-            alike[at] = _are_same(alias, value)
+        makers: dict[Op | None, bool] = {}  # whether what an operation made is the same, so far
+        for at, ((held, alias, _), value) in enumerate(zip(same, values, strict=False)):
+            if not _is_workspace(alias):
+                alike[at] = _are_same(alias, value)
+                makers[held.state.maker] = alike[at] and makers.get(held.state.maker, True)
+        for at, (held, alias, _) in enumerate(same[: len(values)]):
+            if _is_workspace(alias):
+                alike[at] = makers.get(held.state.maker, False)
         for (held, alias, _), is_alike in zip(same, alike, strict=True):
             if is_alike:
                 region.known.add(held.state.key)
@@ -510,6 +521,8 @@ class Call:
                     self._count_discarded(held)
                 continue
             why = reason or _OTHER_BITS
+            if not reason and _is_workspace(alias) and held.state.maker not in makers:
+                why = _ONLY_WORKSPACE
             region.refused[held.state.key] = why
             region.count(why, alias.nbytes)
             if not self._keeps:
@@ -616,8 +629,14 @@ def _are_same(one: Tensor, other: Tensor) -> bool:
 
 
 def _is_workspace(tensor: Tensor) -> bool:
-    """Whether a tensor of bytes may be a library's workspace, as oneDNN's LSTM has one: not all is written."""
-    return tensor.dim() == 1 and tensor.nbytes == tensor.untyped_storage().nbytes()
+    """Whether a tensor may be a library's workspace, as oneDNN's LSTM has one: not all of it is written."""
+    is_of_bytes = tensor.dtype is torch.uint8 and tensor.dim() == 1
+    return is_of_bytes and tensor.nbytes == tensor.untyped_storage().nbytes()
+
+
+def _may_replay_workspace(state: State) -> bool:
+    """Whether a replay may make a workspace: other results of its operation are then compared instead of it."""
+    return state.maker is not None and operation_of(state.maker.func).has_workspace
 
 
 def put_back(thread_state: ThreadState, tape: Tape | None) -> None:

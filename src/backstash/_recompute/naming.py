@@ -22,6 +22,10 @@ __all__ = ["Naming", "largest_modules"]
 
 _PART = 8  # one call saves at most 1/8 of the step's bytes
 _MOST_PART = 2  # or 1/2, if its submodules save little of that
+_MANY_OPERATIONS = (
+    nn.RNNBase,
+    nn.RNNCellBase,
+)  # layers without submodules that save more than their input
 _COVERED = 0.75  # the submodules replace a module if they save at least this share of its bytes
 
 
@@ -97,7 +101,7 @@ def _pick(
 ) -> tuple[list[nn.Module], int]:
     nbytes = within.get(path, 0)
     children = [*module.named_children()]
-    is_one = bool(children) and has_forward(module)
+    is_one = isinstance(module, _MANY_OPERATIONS) or (bool(children) and has_forward(module))
     if not nbytes:
         return [], 0
     if is_one and nbytes * _PART <= total:

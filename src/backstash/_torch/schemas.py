@@ -115,6 +115,10 @@ _AUTOCASTS_INSIDE = frozenset(("_trilinear", "linalg_lstsq", "linalg_pinv"))
 _COPIES = frozenset(("resolve_conj", "resolve_neg"))
 """Composites that only copy. A kernel in the middle of which a tape begins calls them."""
 
+_HAVE_WORKSPACES = frozenset(("mkldnn_rnn_layer",))
+"""Their last result is a workspace for backward, a part of which they do not write. In torch 2.13 backward did not
+read that part: with other bytes there it returned the same gradients."""
+
 _LINEAR = ("linalg_vector_norm", "linalg_cross", "linalg_vecdot", "linalg_diagonal")
 
 
@@ -155,6 +159,7 @@ class Operation:
         "fills",
         "func",
         "has_other_tangents",
+        "has_workspace",
         "is_allocation",
         "is_product",
         "is_random",
@@ -196,6 +201,8 @@ class Operation:
         self.is_seen_by_bits = base in OPERATIONS_SEEN
         """Whether :class:`~.mode_bits.ModeBits` has to see it."""
         self.has_other_tangents = base in TANGENTS_THAT_DIFFER
+        self.has_workspace = base in _HAVE_WORKSPACES
+        """Whether its result of bytes is a workspace, of which two calls may leave other bytes."""
         self.fills = base in _FILLS
         self.train_at = OF_TRAINING.get(base, -1)
         self.dropout: tuple[int | str, ...] = ()
