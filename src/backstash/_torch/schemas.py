@@ -116,8 +116,8 @@ _COPIES = frozenset(("resolve_conj", "resolve_neg"))
 """Composites that only copy. A kernel in the middle of which a tape begins calls them."""
 
 _HAVE_WORKSPACES = frozenset(("mkldnn_rnn_layer",))
-"""Their last result is a workspace for backward, a part of which they do not write. In torch 2.13 backward did not
-read that part: with other bytes there it returned the same gradients."""
+"""Their last result is a workspace for backward, a part of which they do not write. In torch 2.13 backward did
+not read that part: with other bytes there it returned the same gradients."""
 
 _LINEAR = ("linalg_vector_norm", "linalg_cross", "linalg_vecdot", "linalg_diagonal")
 
