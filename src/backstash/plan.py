@@ -72,7 +72,7 @@ class PlannedClass:
     """Their total size in bytes."""
     choices: tuple[tuple[str, int], ...]
     """The choices in the order of their saves: ``(("disk", 8), ("keep", 4))``. ``"region"``: their module is
-    recomputed (see :class:`PlannedRegion`)."""
+    recomputed; ``"left"``: a call that is not managed holds them (see :class:`PlannedRegion`)."""
     seconds: float
     """Seconds that these choices are predicted to add to the computing thread in a step, without waits."""
     reason: str

@@ -152,6 +152,8 @@ def test_the_table_names_what_cannot_be_kept() -> None:
     mixed = replace(each, choices=(("disk", 1), ("recompute", 2), ("pack", 1)))
     head, row = table([replace(small, classes=(mixed,))])
     assert " 0 B   1.00 MiB   2.00 MiB   1.00 MiB  cannot" in row
+    left = replace(each, choices=(("disk", 3), ("left", 1)))
+    assert table([replace(small, classes=(left,))])[1] == table([small])[1]
     assert head.split()[2:] == ["step", "bound", "stays", "moves", "recomputed", "packed"]
     head, row = table([small], has_times=False)
     assert "step" not in head and "1.000 s" not in row
@@ -159,8 +161,8 @@ def test_the_table_names_what_cannot_be_kept() -> None:
 
 
 def test_the_page_s_plan_shows_measured_values_next_to_predictions() -> None:
-    runs = (("disk", 2), ("recompute", 1), ("keep", 1))
-    each = PlannedClass("blocks.* #0 1.00 MiB", 4, 4 * MIB, runs, 0.5, "cheapest")
+    runs = (("disk", 2), ("recompute", 1), ("keep", 1), ("left", 2))
+    each = PlannedClass("blocks.* #0 1.00 MiB", 6, 6 * MIB, runs, 0.5, "cheapest")
     made = Plan(
         200 * MIB,
         "planned",
@@ -179,9 +181,10 @@ def test_the_page_s_plan_shows_measured_values_next_to_predictions() -> None:
     ]
     assert section["note"] == "Within a budget of 200 MiB for the memory of the process."
     (row,) = section["classes"]["rows"]
-    assert row[:4] == [each.name, 4, 4 * MIB, "2 on disk, 1 to be recomputed, 1 kept"]
+    held = "2 on disk, 1 to be recomputed, 1 kept, 2 left in place"
+    assert row[:4] == [each.name, 6, 6 * MIB, held]
     sums = {part["name"]: part["bytes"] for part in section["parts"]}
-    assert sums == {"kept": MIB, "on disk": 2 * MIB, "to be recomputed": MIB}
+    assert sums == {"kept": 3 * MIB, "on disk": 2 * MIB, "to be recomputed": MIB}
 
     def note(state: str, **changed: object) -> str:
         return str(plan_section(replace(made, state=state, **changed).as_dict())["note"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from .._plan.regions import LEFT
 from ..places import label_of
 from ..units import format_bytes
 
@@ -15,9 +16,11 @@ _KEYS = {
     "recompute": "recomputed",
     "pack": "packed",
     "region": "recomputed",
+    "left": "keep",
 }
 _WORDS = {choice: label_of(key) for choice, key in _KEYS.items()} | {
-    "region": "to be recomputed with its module"
+    "region": "to be recomputed with its module",
+    "left": "left in place",
 }
 _RUNS = {"region": "recomputed", "once": "held", "left": "left"}
 _OF_CLASSES = {
@@ -79,11 +82,12 @@ def _row(each: dict[str, Any], name: str, count: int, words: Mapping[str, str]) 
 
 
 def moved_by_choice(classes: Any) -> dict[str, int]:
-    """Return how many of a step's saved bytes each choice has; ``classes`` is from ``Plan.as_dict()``."""
+    """Return how many of a step's saved bytes each choice has; ``classes`` is from ``Plan.as_dict()``. What is
+    left in place by calls that are not managed counts as kept."""
     sums = dict.fromkeys(_KEYS, 0)
     for each in classes:
         for choice, count in each["choices"]:
-            sums[choice] += each["nbytes"] * count // each["blocks"]
+            sums["keep" if choice == LEFT else choice] += each["nbytes"] * count // each["blocks"]
     return sums
 
 
