@@ -3,15 +3,19 @@
 import copy
 import sys
 import weakref
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, distribute_tensor
 
 from backstash import Action, Stash
-from backstash._torch.fused_steps import FUSED_STEPS, watch_fused_steps
+from backstash._torch import optimizer_steps
+from backstash._torch.optimizer_steps import OPTIMIZER_STEPS, watch_optimizer_steps
 from backstash._torch.schemas import operation_of
 from backstash.errors import InplaceError
 
@@ -45,13 +49,27 @@ def assert_same(nets, act=lambda step: None, *, verify):
         assert all(map(torch.equal, one, other)), step
 
 
-@pytest.fixture
-def alone(monkeypatch):
-    """A process group of this process."""
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # the group replaces it
+@contextmanager
+def group():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def used_before():
+    """The first sharded module of a process leaves a thread's descriptors."""
+    with group():
+        sharded_steps(sharded(), 0)
+        Distributed()(torch.ones(ROWS, WIDTH)).sum().backward()
+
+
+@pytest.fixture
+def alone(monkeypatch, used_before):
+    """A process group of this process."""
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # the group replaces it
+    with group():
+        yield
 
 
 class Exchanging(nn.Module):
@@ -118,7 +136,7 @@ def test_a_fused_step_between_forward_and_backward_raises(verify):
 
     with Stash(min_bytes=0, verify=verify) as stash, stash.recompute(net):
         assert len(train([net], act, steps=BEGINS)) == BEGINS, "another parameter's steps"
-        with pytest.raises(InplaceError, match="changed by a fused optimizer's step"):
+        with pytest.raises(InplaceError, match="an optimizer's step came between"):
             train([net], act)
 
 
@@ -141,14 +159,138 @@ def test_a_fused_step_within_a_forward_is_seen(verify):
     assert_same([Stepping()], verify=verify)
 
 
-def test_only_steps_of_fused_optimizers_are_counted():
-    watch_fused_steps()
-    weight, before = nn.Parameter(torch.ones(3)), FUSED_STEPS.latest
-    weight.grad = torch.ones(3)
-    torch.optim.SGD([weight], lr=0.1, foreach=True).step()
-    assert FUSED_STEPS.latest == before
-    fused(weight).step()
-    assert FUSED_STEPS.latest == before + 1
+class Other(torch.optim.Optimizer):
+    """As optimizers of other libraries may be."""
+
+    def __init__(self, *weights):
+        super().__init__(weights, {})
+
+    def step(self, closure=None):
+        if closure is not None:
+            closure()
+        for group in self.param_groups:
+            for each in group["params"]:
+                if each.grad is not None:
+                    each.data -= each.grad
+
+
+def test_steps_count_the_parameters_with_a_gradient_before_or_after_them():
+    watch_optimizer_steps()
+    weight, other = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    optimizer = Other(weight, other)
+
+    def is_counted(step):
+        before = OPTIMIZER_STEPS.latest
+        step()
+        return [OPTIMIZER_STEPS.have_written(each, before) for each in (weight, other)]
+
+    assert is_counted(optimizer.step) == [False, False]
+    assert is_counted(lambda: optimizer.step((weight + other.detach()).sum().backward)) == [
+        True,
+        False,
+    ]
+    optimizer.register_step_post_hook(lambda *_: optimizer.zero_grad())
+    assert is_counted(optimizer.step) == [True, False]
+    assert is_counted(optimizer.step) == [False, False]
+
+
+def clearing(weight):
+    """Its own hooks run before those of all optimizers."""
+    optimizer = fused(weight)
+    optimizer.register_step_post_hook(lambda *_: optimizer.zero_grad())
+    return optimizer
+
+
+@pytest.mark.parametrize("verify", ["first", "auto"])
+@pytest.mark.parametrize("make", [Other, clearing])
+def test_the_step_of_any_optimizer_is_seen(verify, make):
+    net = Weighted()
+
+    def act(step):
+        if step >= BEGINS:
+            net.weight.grad = one_row(net.weight)
+            before = net.weight._version
+            make(net.weight).step()
+            assert net.weight._version == before
+            net.weight.grad = None
+
+    with Stash(min_bytes=0, verify=verify) as stash, stash.recompute(net):
+        assert len(train([net], act, steps=BEGINS)) == BEGINS
+        with pytest.raises(InplaceError, match="an optimizer's step came between"):
+            train([net], act)
+
+
+class Distributed(Weighted):
+    """It reads the local tensor of a DTensor, whose version does not rise with that of the DTensor."""
+
+    def __init__(self):
+        super().__init__()
+        mesh = init_device_mesh("cpu", (1,))
+        self.weight = nn.Parameter(distribute_tensor(self.weight.detach(), mesh, [Replicate()]))
+
+    def forward(self, x):
+        return (x + self.weight.to_local()).sin().cos()
+
+
+def step_of(weight):
+    weight.grad = distribute_tensor(one_row(weight.to_local()), weight.device_mesh, [Replicate()])
+    torch.optim.SGD([weight], lr=0.5).step()
+    weight.grad = None
+
+
+@torch.no_grad()
+def write_to(weight):
+    weight.mul_(
+        distribute_tensor(1 + one_row(weight.to_local()), weight.device_mesh, [Replicate()])
+    )
+
+
+@pytest.mark.parametrize("verify", ["first", "auto"])
+@pytest.mark.parametrize("write", [step_of, write_to])
+def test_a_write_to_a_dtensor_is_seen_where_its_local_tensor_was_read(
+    alone, monkeypatch, verify, write
+):
+    monkeypatch.setattr(optimizer_steps, "_is_sharding", lambda: False)  # other tests may do so
+    net, other = Distributed(), Distributed()
+
+    def act(step):
+        write(net.weight if step >= BEGINS else other.weight)
+
+    with Stash(min_bytes=0, verify=verify) as stash, stash.recompute(net):
+        assert len(train([net], act, steps=BEGINS)) == BEGINS, "another parameter is written"
+        assert stash.stats().recomputed_bytes
+        with pytest.raises(InplaceError, match="an optimizer's step came between"):
+            train([net], act)
+
+
+def sharded():
+    net = nn.Sequential(Weighted(), nn.Linear(WIDTH, WIDTH))
+    for each in net:
+        fully_shard(each)
+    return fully_shard(net)
+
+
+def sharded_steps(net, begins):
+    """Each with two graphs; from ``begins`` on, the optimizer's step is between their backwards."""
+    optimizer = torch.optim.SGD([net[0].weight], lr=0.5)
+    for step in range(begins + 1):
+        torch.manual_seed(step)
+        first, second = (net(torch.randn(ROWS, WIDTH)).square().mean() for _ in range(2))
+        first.backward()
+        if step >= begins:
+            optimizer.step()
+        second.backward()
+        net.zero_grad()
+
+
+@pytest.mark.parametrize("verify", ["first", "auto"])
+def test_a_step_on_parameters_that_fsdp_gathers_again_is_seen(alone, verify):
+    """They are gathered for backward without a version."""
+    net = sharded()
+    with Stash(min_bytes=0, verify=verify) as stash, stash.recompute(net[0]):
+        with pytest.raises(InplaceError, match="an optimizer's step came between"):
+            sharded_steps(net, BEGINS)
+        assert stash.stats().recomputed_bytes
 
 
 class Swapping(nn.Module):

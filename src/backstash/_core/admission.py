@@ -21,7 +21,7 @@ from .._tiers.device_tiers import DeviceTiers
 from .._tiers.packing import Packer, Replayable
 from .._torch.modules import is_buffer, is_parameter, module_path, running_modules
 from .._torch.storages import storage_identity
-from .._torch.tensors import is_of_wrapped_leaf, is_wrapper_subclass, wait_for_collective
+from .._torch.tensors import is_wrapper_subclass, wait_for_collective, wrapped_leaf_of
 from ..codecs import EXACT, Codec
 from ..errors import StashClosedError, UsageError
 from ..policy import Action, CodecChoice, Policy, SavedTensor
@@ -817,7 +817,7 @@ def _is_view_of_parameter(tensor: Tensor, base: Tensor) -> bool:
     """Return whether ``tensor``, a view of ``base``, is a view of such a leaf or parameter."""
     if _gets_gradient(base):
         return True
-    return base.is_leaf and tensor.requires_grad and is_of_wrapped_leaf(tensor, base)
+    return base.is_leaf and tensor.requires_grad and wrapped_leaf_of(tensor, base) is not None
 
 
 def _reduce_by(block: Block, tensor: Tensor, choice: _Choice, packer: Packer) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch.fused_steps import FUSED_STEPS, watch_fused_steps
+from .._torch.optimizer_steps import OPTIMIZER_STEPS, read_now, watch_optimizer_steps
 from .._torch.schemas import Operation
 from .._torch.storages import storage_identity
 from .operations import (
@@ -52,8 +52,8 @@ class HoldingTape(Tape):  # type: ignore[no-untyped-call]
         """A forward's operands, while the tape records and their memory is not overwritten."""
         self._held: dict[Outside, list[Any]] = {}  # those that are held: see Needs
         self._needs: dict[Op, Needs] = {}  # by the operations whose operands are held
-        watch_fused_steps()
-        self._fused_steps = FUSED_STEPS.latest  # before the forward
+        watch_optimizer_steps()
+        self._step = OPTIMIZER_STEPS.latest  # before the forward
         self._latest: list[Op] = []  # what the latest call of want() added to these
         self.given: dict[State, State] = {}
         """What :meth:`take_as_given` replaced, and by what."""
@@ -123,8 +123,8 @@ class HoldingTape(Tape):  # type: ignore[no-untyped-call]
         state = self.state_of(tensor)
         if state is None or state.outside is None:
             return False
-        since = self._fused_steps
-        if FUSED_STEPS.latest is not since and FUSED_STEPS.have_written(tensor, since):
+        since = self._step
+        if OPTIMIZER_STEPS.latest is not since and OPTIMIZER_STEPS.have_written(tensor, since):
             return False
         # ``tensor.data = other`` gives the same tensor another place.
         return place_of(tensor) == operand.kind[0] and state.outside.get(operand.kind[0]) is operand
@@ -260,8 +260,10 @@ class HoldingTape(Tape):  # type: ignore[no-untyped-call]
                 with self.aside():
                     held[each] = [copied(tensor), None]
             else:
-                was: Any = FUSED_STEPS.latest
-                if not tensor.requires_grad:
+                was: Any
+                if tensor.requires_grad:
+                    was = read_now(tensor)
+                else:
                     was = None if each.is_random else fingerprint_of(tensor)
                 held[each] = [pack(tensor, each.is_random), was]
         return ""

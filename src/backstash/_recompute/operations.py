@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .._device.fingerprint import fingerprint
 from .._saved.view import dense, extent_bytes, raw_alias, reason_to_stay, snapshot
-from .._torch.fused_steps import FUSED_STEPS, FusedStep
+from .._torch.optimizer_steps import LeafRead, OptimizerStep
 from .._torch.schemas import tensors_of
 from .._torch.tensors import alive
 from ..errors import InplaceError
@@ -322,10 +322,11 @@ def unpacked(
     """
     packed, was = operands[operand]
     value = unpack(packed).detach()
-    if type(was) is FusedStep:
-        if FUSED_STEPS.latest is not was and FUSED_STEPS.have_written(value, was):
+    if type(was) is OptimizerStep or type(was) is LeafRead:
+        if was.is_outdated_by(value):
             raise InplaceError(
-                f"an input of shape {tuple(value.shape)} was changed by a fused optimizer's step since forward"
+                f"an input of shape {tuple(value.shape)} may have been changed since forward without a new "
+                "version: an optimizer's step came between"
             )
     elif was is not None and fingerprint_of(value) != was:
         raise InplaceError(

@@ -19,13 +19,13 @@ __all__ = [
     "alive",
     "flattened",
     "is_functorch_wrapped",
-    "is_of_wrapped_leaf",
     "is_wrapper_subclass",
     "is_zero_tensor",
     "neg_view",
     "parts_of",
     "toggle_bits",
     "wait_for_collective",
+    "wrapped_leaf_of",
 ]
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -91,8 +91,8 @@ def flattened(tensor: Any) -> tuple[dict[str, Tensor], dict[str, object], object
     return tensors, others, context
 
 
-def is_of_wrapped_leaf(tensor: Tensor, base: Tensor) -> bool:
-    """Return whether ``base`` is an inner tensor of a leaf, such as a DTensor's local tensor.
+def wrapped_leaf_of(tensor: Tensor, base: Tensor) -> Tensor | None:
+    """Return the leaf of which ``base`` is an inner tensor, such as a DTensor's local tensor, if there is one.
 
     Args:
         tensor: a view of ``base`` with a ``grad_fn``: the result of ``DTensor.to_local()``, or a view of it.
@@ -101,14 +101,13 @@ def is_of_wrapped_leaf(tensor: Tensor, base: Tensor) -> bool:
     node = tensor.grad_fn
     for _ in range(_MOST_VIEWS):
         if node is None or len(node.next_functions) != 1:
-            return False
+            return None
         node = node.next_functions[0][0]
-        leaf = getattr(node, "variable", None)
+        leaf: Tensor | None = getattr(node, "variable", None)
         if leaf is not None:
-            return is_wrapper_subclass(leaf) and any(
-                each is base for each in flattened(leaf)[0].values()
-            )
-    return False
+            inner = flattened(leaf)[0].values() if is_wrapper_subclass(leaf) else ()
+            return leaf if any(each is base for each in inner) else None
+    return None
 
 
 def wait_for_collective(tensor: Any) -> None:

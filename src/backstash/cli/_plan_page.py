@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .._plan.regions import LEFT
 from ..places import label_of
 from ..units import format_bytes
 
@@ -87,7 +86,7 @@ def moved_by_choice(classes: Any) -> dict[str, int]:
     sums = dict.fromkeys(_KEYS, 0)
     for each in classes:
         for choice, count in each["choices"]:
-            sums["keep" if choice == LEFT else choice] += each["nbytes"] * count // each["blocks"]
+            sums["keep" if choice == "left" else choice] += each["nbytes"] * count // each["blocks"]
     return sums
 
 
