@@ -29,6 +29,8 @@ class CountedMemory:
         self._left = Counter()  # by address and size: what is left in place without being a block
         monkeypatch.setattr(ProcessMeter, "now", lambda meter: self.now())
         monkeypatch.setattr("backstash._budget.meter._peak_bytes", lambda: self._most)
+        # What backward uses is no longer the stash's, and not counted here.
+        monkeypatch.setattr("backstash._budget.record._Events._note_in_use", lambda *_: None)
         trim = backstash.stash._trim
         monkeypatch.setattr(backstash.stash, "_trim", lambda of: (self.trim(), trim(of)))
         for name in ("hook", "hook_leaving"):

@@ -203,8 +203,9 @@ def test_a_warning_names_the_device():
     device = TwinDevice()
     stash = planned_on(device, budget=101 * MIB)
     with pytest.warns(StashWarning, match="budget=101 MiB of twin cannot be kept"):
-        for _ in range(4):
+        for _ in range(6):
             step(stash)
+            _ = stash.plan
     stash.close()
 
 

@@ -198,9 +198,17 @@ def test_what_a_step_would_have_held_without_its_guard_is_known_as_the_next_one_
     for levels, avoided in (((90, 98), 0), ((101,), 0), ((101, 99, 106, 110), 8), ((90,), 0)):
         process.guard.begin_step()
         for process.meter.held in levels:
-            process.guard.over()
+            if over := process.guard.over():
+                process.guard.note_lowered(over)
         process.guard.begin_step()
         assert process.guard.avoided_bytes == avoided * MIB, levels
+    for resident, avoided in ((64, 12), (3, 6), (0, 0)):
+        process.guard.begin_step()
+        for process.meter.held in (104, 110, 120):
+            if over := process.guard.over():
+                process.guard.note_lowered(min(over, resident * MIB))
+        process.guard.begin_step()
+        assert process.guard.avoided_bytes == avoided * MIB, "no more than was in place"
 
 
 def test_where_the_process_never_held_as_much_a_look_sees_what_an_operation_took(process):

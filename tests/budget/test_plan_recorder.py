@@ -51,6 +51,43 @@ def test_waits_are_no_computing():
     assert trace.tail_seconds == pytest.approx(0.5)
 
 
+@pytest.mark.parametrize("is_late", [True, False])
+def test_what_backward_uses_of_moved_blocks_counts_once(is_late):
+    """A plan's step holds it, too: the simulation adds it, so it is no other memory."""
+    read = event("read", 2.0, 0.5, number=0)  # the stash holds it until its end, and until the use
+    used = [event("use", 1.9, number=0), read] if is_late else [read, event("use", 2.6, number=0)]
+    step = record(
+        event("save", 1.0, number=0),
+        event("land", 1.5, number=0),
+        *used,
+        event("free", 3.0, number=0),
+        event("save", 3.1, number=1),
+        event("use", 3.2, number=1),
+        event("land", 3.4, number=1),  # it was used in place while it was being written
+        event("use", 3.5, number=1),
+        event("free", 3.8, number=1),
+    )
+    held = [(0.0, 100, 0), (0.9, 110, 0), (1.2, 101, 1), (1.7, 110, 0), (2.4, 101, 1)]
+    held += [
+        (2.8, 101, 0),
+        (3.05, 100, 0),
+        (3.15, 101, 1),
+        (3.3, 101, 1),
+        (3.6, 101, 0),
+        (3.9, 105, 0),
+    ]
+    step = replace(
+        step,
+        measured=replace(
+            step.measured, samples=[(at, all_of * MIB, ours * MIB) for at, all_of, ours in held]
+        ),
+    )
+    trace = trace_of(step, LINKS, Costs(), "disk")
+    found = {(each.kind, each.block): each.other_bytes // MIB for each in trace.moments}
+    assert found["free", 0] == 100 and found["free", 1] == 100
+    assert trace.tail_other_bytes // MIB == 105
+
+
 def test_what_a_transfer_costs_beyond_an_interval_is_taken_off_the_next():
     step = record(
         event("save", 1.0, number=0),

@@ -1019,3 +1019,19 @@ def test_what_autograd_holds_as_it_is_and_the_program_then_writes():
     with Stash(policy=lambda saved: Action("recompute" if saved.index else "keep"), min_bytes=0):
         found, _ = step()
     assert torch.equal(found, expected)
+
+
+def test_what_is_held_for_the_first_comparisons_is_limited(disk_dir):
+    """To 64 MiB, and to the newest block."""
+    with Stash(policy=recompute, disk=disk_dir, min_bytes=1 << 20, inflight=0) as stash:
+        pass
+    (thread_state,) = stash._session.thread_states
+    held, loss = [], 0
+    with stash:
+        for mib in (10, 30, 30, 80):
+            x = torch.zeros(mib << 18, requires_grad=True) * 2
+            loss = loss + x.sin().sum()
+            held.append(sum(kept.nbytes for _, kept in thread_state.latest) >> 20)
+            del x
+    loss.backward()
+    assert held == [10, 40, 60, 80]

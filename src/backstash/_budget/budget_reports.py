@@ -32,6 +32,7 @@ class BudgetReports:
         self.exceeding = 0
         """The number of steps under a plan that exceeded the budget."""
         self._too_small: str | None = None  # the note that the budget cannot be kept
+        self._is_warned = False  # of that
         self._unseen, self._unseen_bytes = "", 0  # the note of note_unseen(), and its bytes
         self._refusal: str | None = None  # the message of the error that check() raises
 
@@ -41,13 +42,17 @@ class BudgetReports:
         return self._too_small is not None
 
     def warn_too_small(self, why: str) -> None:
-        """Report that the budget cannot be kept, in place of an earlier report. A step may keep the budget
-        nevertheless."""
+        """Report that the budget cannot be kept, in place of an earlier report. Only the first one warns. A
+        step may keep the budget nevertheless."""
         note = f"{self._name} cannot be kept: {why}"
-        if note not in self.notes:
-            self.forget_too_small()
-            self._too_small = note
+        if note in self.notes:
+            return
+        self.forget_too_small()
+        self._too_small = note
+        if not self._is_warned:
+            self._is_warned = True
             self._warn(note)
+        self.notes[note] = None
 
     def forget_too_small(self) -> None:
         """Withdraw that report: steps kept the budget."""

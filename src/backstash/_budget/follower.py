@@ -341,7 +341,9 @@ class Follower:
         over = self._guard.over()
         if over:
             self._is_over = True
-            self._limits.lower_resident(max(0, self._limits.tiers.evictor.resident.nbytes - over))
+            resident_bytes = self._limits.tiers.evictor.resident.nbytes
+            self._guard.note_lowered(min(over, resident_bytes))
+            self._limits.lower_resident(max(0, resident_bytes - over))
 
     def _leaves_alone(self, counted: int) -> bool:
         """Whether saves after this many blocks of the step stay in place, unmanaged."""

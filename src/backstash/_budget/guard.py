@@ -68,7 +68,8 @@ class MemoryGuard:
         self._is_process = is_process
         self._frees_at_start = not is_process  # each step with more than its plan leaves free
         self._start_bytes = 0  # bytes held as this step began
-        self._avoided_bytes = 0  # in this step, see avoided_bytes
+        # In this step, see avoided_bytes; and by how much the last excess lowered what is in place.
+        self._avoided_bytes = self._lowered_bytes = 0
         self.avoided_bytes = 0
         """By how much the step before would have held more than the most, if it had not held fewer blocks than
         planned."""
@@ -142,6 +143,7 @@ class MemoryGuard:
         if self._asked_at is not None:
             self._asked_before, self._asked_at = self._asked_at, None
         self.avoided_bytes, self._avoided_bytes = self._avoided_bytes, 0
+        self._lowered_bytes = 0
         self._used_bytes = self._held_before = self._raised_bytes = 0
         self._meter.raised_peak_bytes()  # discard what rose before the step
 
@@ -267,11 +269,16 @@ class MemoryGuard:
             over = self.held() - self._line
         if over <= 0:
             return 0
-        self._avoided_bytes = (
-            self._line - self._most_now
+        self._avoided_bytes += (
+            self._lowered_bytes
         )  # what it held less since; this peak shows the rest
+        self._lowered_bytes = 0
         self._line += over
         return over
+
+    def note_lowered(self, nbytes: int) -> None:
+        """Record by how many bytes fewer blocks stay in place, after :meth:`over`."""
+        self._lowered_bytes = nbytes
 
     @property
     def _growth_now(self) -> int:

@@ -322,8 +322,6 @@ class Planner(Controller):
             self._limits.set_resident(spare)
             return
         trace = self._traced(last, links_of(first.records))
-        if self._tier is None or self._first_steps.keeps_first:
-            self._look_whether_it_fits(trace)
         limit = max(0, self._target() - _most_other(trace) - sum(self._limits.windows))
         self._limits.set_resident(spare if first.learns else limit)
 
@@ -470,10 +468,9 @@ class Planner(Controller):
     def _look_at_first(self) -> None:
         """Decide after the first step, which shows the memory but not the time."""
         first = self._first_steps.records[0]
-        first_trace = self._traced(first, links_of([first]))
         # The optimizer's state exists only from the second step on.
         grown = max(0, _other(self._meter.mark()) - _other(first.samples[0]))
-        trace = first_trace.raised(grown)
+        trace = self._traced(first, links_of([first])).raised(grown)
         left = left_alone(trace)
         target = self._target()
         if left.forecast.peak_bytes <= target:
@@ -501,22 +498,6 @@ class Planner(Controller):
             most = max([room // 4, *(each.nbytes for each in trace.blocks)])
             inflight, prefetch = self._limits.windows
             self._limits.set_windows(Windows(min(inflight, most), min(prefetch, most)))
-        if self._tier is not None and not self._first_steps.keeps_first:
-            self._look_whether_it_fits(first_trace)
-        elif (other := _most_other(first_trace)) > self._budget:
-            self._reports.warn_too_small(
-                f"in addition to the tensors saved for backward this step holds {format_bytes(other)}; "
-                "the smallest budget that can be kept is known after the second step"
-            )
-
-    def _look_whether_it_fits(self, trace: Trace) -> None:
-        """Warn if the budget cannot be kept: after the first step that moves everything; if nothing can move,
-        after the second, which shows what can be recomputed and packed."""
-        if self._smallest_of(trace) > self._budget:
-            self._reports.warn_too_small(
-                "a step needs more, even with everything moved that can move; the smallest budget that can "
-                "be kept is known after three steps"
-            )
 
     def _smallest_of(self, trace: Trace) -> int:
         return smallest_budget(trace, windows=self._limits.given_windows)

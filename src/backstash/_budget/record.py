@@ -19,6 +19,7 @@ __all__ = ["Costs", "StepRecord"]
 
 _KINDS = ("save", "use", "free")
 _TRANSFERS = ("write", "read")
+_RETURNS = ("read", "decode")
 _HOOKS = ("pack hook", "unpack hook")  # each for one block
 _OURS = (*_HOOKS, "region hook")
 _BOUNDS = ("enter", "leave")  # of a forward
@@ -324,6 +325,8 @@ class _Intervals:
         # Seconds of moved bytes that did not fit into the intervals up to the last moment.
         self._owed = 0.0
         self._peak = self._peak_before = 0
+        self.in_use_bytes = 0
+        """Bytes that backward is using and that the stash no longer holds. A plan's step holds them, too."""
 
     def add_transferred(self, transferred_bytes: int) -> None:
         """Add bytes that moved in this interval."""
@@ -333,7 +336,7 @@ class _Intervals:
         """Read the memory samples up to ``until``."""
         while self._samples and self._samples[0][0] <= until:
             _, held, ours = self._samples.popleft()
-            self._peak = max(self._peak, held - ours)
+            self._peak = max(self._peak, held - ours - self.in_use_bytes)
 
     def seconds(self, now: float) -> float:
         """Return the seconds of computing from the last moment to ``now``; negative if the next intervals owe
@@ -375,6 +378,10 @@ class _Events:
     ) -> None:
         self._record, self._costs, self._tier, self._offers = record, costs, tier, offers
         self._used: set[int] = set()
+        self._last_use = {event[4]: event[1] for event in record.events if event[0] == "use"}
+        # Blocks that were loaded or computed, and those among all that are used and not the stash's any more.
+        self._returned: set[int] = set()
+        self._in_use: set[int] = set()
         self.blocks: list[TracedBlock] = []
         self.index: dict[int, int] = {}
         """Of each block's number: its place in :attr:`blocks`."""
@@ -383,7 +390,7 @@ class _Events:
     def read(self, intervals: _Intervals) -> None:
         """Read the step to its last event."""
         record = self._record
-        for kind, start, _, nbytes, number, *_rest in record.events:
+        for kind, start, duration, nbytes, number, *_rest in record.events:
             if kind in _BOUNDS:
                 if number < len(record.forwards):
                     at = intervals.computed + max(0.0, intervals.seconds(start))
@@ -397,6 +404,30 @@ class _Events:
                 if kind == "save":
                     self._add_block(number, nbytes)
                 self.moments.append(Moment(kind, self.index[number], *intervals.end(start)))
+            self._note_in_use(intervals, kind, start, duration, number)
+
+    def _note_in_use(
+        self, intervals: _Intervals, kind: str, start: float, duration: float, number: int
+    ) -> None:
+        """Count the bytes that backward uses and the stash does not hold.
+
+        That is a block that was loaded or computed, from its last use to its death, and one that was used in
+        place while it was being written, from the end of the write.
+        """
+        if kind in _RETURNS or (kind == "land" and number in self._used):
+            self._returned.add(number)
+        if number not in self.index or number not in self._returned:
+            return
+        nbytes = self.blocks[self.index[number]].nbytes
+        if kind == "free":
+            if number in self._in_use:
+                self._in_use.discard(number)
+                intervals.in_use_bytes -= nbytes
+        elif number in self._used and number not in self._in_use:
+            if start >= self._last_use.get(number, math.inf):  # a load on demand begins after it
+                intervals.look(start + duration)
+                self._in_use.add(number)
+                intervals.in_use_bytes += nbytes
 
     def _is_first(self, kind: str, number: int) -> bool:
         """Whether this is a save, or the first use or the death of a block that the step saved."""

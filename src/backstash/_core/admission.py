@@ -119,6 +119,7 @@ class _Ways:
 
 
 _DEFAULT = _Choice()
+_MOST_LATEST_BYTES = 64 << 20  # of the newest blocks' memory
 _MORE_LEFT = 8  # a call that is left may save 1/8 more than when it was measured
 
 
@@ -565,14 +566,19 @@ class Admission:
     def _hold_latest(
         self, thread_state: ThreadState, packer: Packer, block: weakref.ref[Block], alias: Tensor
     ) -> None:
-        """Hold the memory of a new block until the next four are saved. This happens in the first forward pass
-        and, after a replay was requested that is not known to be exact, until the end of the next pass."""
+        """Hold the memory of a new block until the next four are saved, at most 64 MiB and one block. This
+        happens in the first forward pass and, after a replay was requested that is not known to be exact, until
+        the end of the next pass."""
         if self._pass != self._session.predictor.passes:
             self._pass = self._session.predictor.passes
             self._holds_latest, packer.saw_unknown = packer.saw_unknown, False
         self._holds_latest = self._holds_latest or packer.saw_unknown
         if self._holds_latest and thread_state.scopes:
-            thread_state.latest.append((block, alias))
+            latest = thread_state.latest
+            latest.append((block, alias))
+            nbytes = sum(each.untyped_storage().nbytes() for _, each in latest)
+            while nbytes > _MOST_LATEST_BYTES and len(latest) > 1:
+                nbytes -= latest.popleft()[1].untyped_storage().nbytes()
 
     def _keep_copy(
         self,
