@@ -441,7 +441,7 @@ class Stash:
             discarded. When the stash and the handle are dropped, the hooks do nothing any more.
 
         Raises:
-            UsageError: one is not an ``nn.Module``.
+            UsageError: one is not an ``nn.Module``, or has no forward, as an ``nn.ModuleList``.
 
         Backward raises ``InplaceError`` if a weight, or an input of a module, was changed in place since
         forward. The graph does not change then.
@@ -453,10 +453,17 @@ class Stash:
         >>> stash.stats().recomputed_bytes  # each GELU's input
         8192
         """
+        from ._torch.module_parts import has_forward  # imported late: most programs do not need it
+
         for module in modules:
             if not isinstance(module, nn.Module):
                 raise UsageError(
                     f"recompute({shown(module)}): allowed are modules, for example recompute(*model.blocks)"
+                )
+            if not has_forward(module):
+                raise UsageError(
+                    f"recompute() of a {type(module).__name__}, which has no forward: give the modules in it, "
+                    "for example recompute(*model.blocks)"
                 )
         if not self._recomputes:
             raise UsageError("recompute() of a stash that was made with recompute=False")

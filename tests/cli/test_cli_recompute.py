@@ -57,6 +57,7 @@ def test_modules_are_found_by_their_path_from_the_outermost_on() -> None:
     ]
     assert [path for path, _ in matching(net, ["*.1", "layers.0"])] == ["layers.0", "layers.1"]
     assert [*matching(net, ["blocks.*"])] == []
+    assert [path for path, _ in matching(net, ["*"])] == ["layers.0", "layers.1"]
 
 
 def test_the_hook_that_looks_is_gone_once_modules_are_found() -> None:
@@ -74,6 +75,14 @@ def test_the_hook_that_looks_is_gone_once_modules_are_found() -> None:
         module._forward_pre_hooks.clear()
         module._forward_hooks.clear()
     stash.close()
+
+
+def test_without_a_budget_they_run_again_although_everything_fits(tmp_path: Path) -> None:
+    ended = run(tmp_path, "-m", "backstash", "run", "--recompute", "*", "--json", "run.json", "train.py")
+    assert ended.returncode == 0, ended.stderr
+    figures = json.loads((tmp_path / "run.json").read_text())
+    assert figures["stats"]["recomputed_bytes"] and not figures["stats"]["written_bytes"]
+    assert figures["settings"]["budget"] is None and figures["settings"]["keep"] is None
 
 
 def test_a_script_s_modules_run_again(tmp_path: Path) -> None:

@@ -188,5 +188,5 @@ def recompute_option(parser: Parser) -> None:
         action="append",
         default=[],
         help="modules whose operations may be called again in backward, by path: 'model.layers.*'; as many are "
-        "as pay within the budget, and with --keep all. 'off': nothing is recomputed",
+        "as pay within the budget, and without one all. 'off': nothing is recomputed",
     )

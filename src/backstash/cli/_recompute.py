@@ -78,11 +78,13 @@ def recompute_of(patterns: Sequence[str]) -> Literal["auto", False]:
 
 
 def matching(root: nn.Module, patterns: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield path and module of those inside ``root`` whose path matches, without modules inside another
-    match."""
+    """Yield path and module of those inside ``root`` whose path matches, without modules inside another match
+    and without containers, which no one calls."""
     inside = ""
     for path, module in root.named_modules():
         if inside and path.startswith(inside):
+            continue
+        if isinstance(module, nn.ModuleList | nn.ModuleDict):
             continue
         parts = path.split(".")
         while parts and parts[0] == _WRAPPER:

@@ -261,7 +261,10 @@ def _check_planned(parser: Parser, options: argparse.Namespace) -> None:
     if options.strict and not {"--budget", "--plan"} & set(given):
         parser.error("--strict needs a budget; give --budget SIZE as well")
     if not given and options.disk is None and options.host is None:
-        options.budget = "auto"
+        if options.recompute and "off" not in options.recompute:
+            options.keep = None  # within a budget, nothing is recomputed if everything fits
+        else:
+            options.budget = "auto"
     if options.save_plan is not None and options.budget is None and options.plan is None:
         parser.error("--save-plan needs a budget; give --budget SIZE or --budget auto as well")
     if (options.budget is not None or options.plan is not None) and options.disk is None:
