@@ -1268,3 +1268,32 @@ def test_a_recorded_step_counts_the_saves_of_one_that_is_not(memory, tmp_path):
     # The first save of a step may count in the step before.
     assert saved <= {7 * MIB, 8 * MIB, 9 * MIB}
     assert first.left_seconds is not None
+
+
+def test_a_backward_that_builds_a_graph_is_a_part_of_its_step(memory, tmp_path):
+    """Its results are saved, too, while what forward saved is still held."""
+    net = model(Sine, 8)
+
+    def run(stash):
+        x = torch.randn(512, 512, generator=torch.Generator().manual_seed(0), requires_grad=True)
+        with stash:
+            (gradient,) = torch.autograd.grad(net(x).sum(), x, create_graph=True)
+            loss = gradient.square().sum()
+        loss.backward()
+        return x.grad
+
+    true = run(nullcontext())
+    stash = memory(budget=OTHER + 64 * MIB, disk=tmp_path)
+    for _ in range(4):
+        assert torch.equal(run(stash), true)
+        _ = stash.plan
+    most = stash.plan.predicted.peak_bytes - OTHER
+    assert stash.plan.state == "left alone" and most > 16 * MIB
+    stash.close()
+    budget = OTHER + most * 3 // 4
+    stash = memory(budget=budget, disk=tmp_path, inflight="1MiB", prefetch="1MiB")
+    for _ in range(8):
+        memory.peaks[0] = 0
+        assert torch.equal(run(stash), true)
+        _ = stash.plan
+    assert stash.plan.state == "planned" and memory.peaks[0] <= budget

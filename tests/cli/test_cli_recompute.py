@@ -78,7 +78,9 @@ def test_the_hook_that_looks_is_gone_once_modules_are_found() -> None:
 
 
 def test_without_a_budget_they_run_again_although_everything_fits(tmp_path: Path) -> None:
-    ended = run(tmp_path, "-m", "backstash", "run", "--recompute", "*", "--json", "run.json", "train.py")
+    ended = run(
+        tmp_path, "-m", "backstash", "run", "--recompute", "*", "--json", "run.json", "train.py"
+    )
     assert ended.returncode == 0, ended.stderr
     figures = json.loads((tmp_path / "run.json").read_text())
     assert figures["stats"]["recomputed_bytes"] and not figures["stats"]["written_bytes"]

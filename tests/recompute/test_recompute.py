@@ -780,7 +780,9 @@ def test_copies_pickles_removal_and_wrong_calls():
     before = stash.stats().recomputed_bytes
     net(x).sum().backward()
     assert stash.stats().recomputed_bytes == before
-    with pytest.raises(UsageError, match="a ModuleList, which has no forward: give the modules in it"):
+    with pytest.raises(
+        UsageError, match="a ModuleList, which has no forward: give the modules in it"
+    ):
         Stash().recompute(nn.ModuleList([nn.Linear(2, 2)]))
     with pytest.raises(UsageError, match="allowed are modules"):
         stash.recompute("blocks.*")

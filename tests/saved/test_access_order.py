@@ -284,3 +284,16 @@ def test_an_interrupt_while_a_pass_forgets_its_dead_costs_a_guess_and_no_gradien
         y = y.sin()
     (found,) = torch.autograd.grad(y.sum(), x)
     assert looks and found.isfinite().all()
+
+
+def test_a_backward_that_builds_a_graph_ends_no_pass_but_an_earlier_one_s_uses_count():
+    predictor = AccessPredictor()
+    first = pieces(predictor, 2)
+    predictor.use(first[1], builds_graph=True)
+    first += pieces(predictor, 1)
+    assert predictor.passes == predictor.next_pass == 1 and not predictor.is_used
+    use(predictor, first, 2, 1, 0)
+    assert predictor.next_pass == 2
+    (later,) = pieces(predictor, 1)
+    predictor.use(first[0], builds_graph=True)
+    assert later.forward_pass is not first[0].forward_pass and predictor.next_pass == 2

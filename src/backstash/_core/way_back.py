@@ -83,7 +83,7 @@ class WayBack:
                     placement = block.placement
             if placement.lost_at is not None:
                 raise _lost(entry, placement.lost_at)
-            session.predictor.use(block)
+            session.predictor.use(block, builds_graph=torch.is_grad_enabled())
             session.uses += 1
             if self._event_log.on and block.cleanup.packs is None:
                 self._event_log.emit("use", entry.nbytes, *block.facts[1:])
@@ -162,7 +162,7 @@ class WayBack:
     def _used(self, entry: Entry) -> None:
         """Count a use of ``entry``, from which another block was made ahead of need. Called in the section."""
         block = entry.block
-        self._session.predictor.use(block)
+        self._session.predictor.use(block, builds_graph=torch.is_grad_enabled())
         self._session.uses += 1
         if self._event_log.on and block.cleanup.packs is None:
             self._event_log.emit("use", entry.nbytes, *block.facts[1:])

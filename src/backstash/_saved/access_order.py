@@ -156,9 +156,14 @@ class AccessPredictor(Generic[_B]):
         if self._current.blocks:
             self._current = ForwardPass(None)
 
-    def use(self, block: _B) -> None:
-        """Record that backward needs ``block``."""
+    def use(self, block: _B, *, builds_graph: bool = False) -> None:
+        """Record that backward needs ``block``.
+
+        A backward that builds a graph itself (``create_graph``) is a part of the forward that goes on after it.
+        """
         its_pass, index = block.forward_pass, block.index
+        if builds_graph and its_pass is self._current:
+            return
         seen, blocks = its_pass.seen, its_pass.blocks
         if not seen:
             its_pass.learned = self._learned.get(len(blocks))
