@@ -92,7 +92,7 @@ _RUN = (
     ),
     _Rule(
         lambda facts: not facts["plan"] and _all_stayed(facts) and facts["keep"] != 0,
-        "Nothing was moved, since --keep allows all of it to stay. To take less memory, give a limit:",
+        "Nothing was moved, since all of it may stay. To take less memory, give a limit:",
         "--budget SIZE",
     ),
     _Rule(

@@ -9,6 +9,7 @@ import threading
 import time
 import warnings
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from backstash._budget.record import typical_costs
 from backstash._budget.solving import Solving
 from backstash._core.admission import FITS
 from backstash.errors import BudgetError, SizeError, StashWarning, UsageError
-from backstash.plan import usable_bytes
+from backstash.plan import StepFigures, plan_of, usable_bytes
 from backstash.units import format_bytes
 from counted_memory import MIB, OTHER, CountedMemory, Saves
 from long_tests import takes_long
@@ -1297,3 +1298,15 @@ def test_a_backward_that_builds_a_graph_is_a_part_of_its_step(memory, tmp_path):
         assert torch.equal(run(stash), true)
         _ = stash.plan
     assert stash.plan.state == "planned" and memory.peaks[0] <= budget
+
+
+def test_no_measured_step_takes_less_than_the_bound(memory, tmp_path, monkeypatch):
+    """Which is computed from steps that may have taken longer."""
+
+    def slow(*given):
+        return replace(plan_of(*given), bound=StepFigures(given[0], 99.0))
+
+    monkeypatch.setattr("backstash._budget.planner.plan_of", slow)
+    stash = memory(budget=OTHER + SAVED // 2, disk=tmp_path, inflight="1MiB", prefetch="1MiB")
+    plan = settle(model(), stash)
+    assert plan.measured is not None and plan.bound.step_seconds == plan.measured.step_seconds

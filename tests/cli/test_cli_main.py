@@ -436,7 +436,7 @@ def test_summary_of_an_accelerator_says_what_is_in_host_memory_and_what_the_devi
     [
         (run_of(written_bytes=0), "Nothing needs to be done"),
         (run_of(written_bytes=0, recomputed_bytes=1), "A budget keeps a limit"),
-        (run_of(written_bytes=0, keep=None), "since --keep allows all of it to stay"),
+        (run_of(written_bytes=0, keep=None), "since all of it may stay"),
         (run_of(), "moves as little as that takes: --budget SIZE"),
         (run_of(stall_seconds=1.0), "The script waited 1.0 s for the stash, 50% of its time. A"),
         (run_of(notes=["kept in memory: full"]), "with more space: --disk DIR"),

@@ -233,6 +233,9 @@ def test_the_verdict_says_where_a_budget_was_exceeded() -> None:
         "peak 210 MiB, over the budget of 200 MiB; everything in place takes an estimated 400 MiB"
     )
     assert said in verdict(figures, None)
+    figures["resident"] = {"peak_bytes": 200 * MIB + 1024}
+    assert "peak 200 MiB, over the budget of 200 MiB by 1.00 KiB;" in verdict(figures, None)
+    figures["resident"] = {"peak_bytes": 210 * MIB}
     figures["plan"] = replace(made, measured=StepFigures(199 * MIB, 1.0)).as_dict()
     said = (
         "over the budget of 200 MiB, which a step keeps with a peak of 199 MiB: the first steps, or"

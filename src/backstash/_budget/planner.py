@@ -613,7 +613,11 @@ class Planner(Controller):
         if plain is not None and plan.predicted is not None and self._device is not None:
             part = min(1.0, measured.step_seconds / plan.predicted.step_seconds)
             plain = replace(plain, step_seconds=plain.step_seconds * part)
-        self.follower.plan = replace(plan, measured=measured, plain=plain)
+        bound = plan.bound
+        if bound is not None and measured.step_seconds < bound.step_seconds:
+            # The steps that it was computed from took longer.
+            bound = replace(bound, step_seconds=measured.step_seconds)
+        self.follower.plan = replace(plan, measured=measured, plain=plain, bound=bound)
 
     def _note_kept(self) -> None:
         """Record that steps kept the budget, although the plan was said to be too small: the first measured

@@ -83,6 +83,11 @@ def _plain(plan: dict[str, Any]) -> str:
 def _compared_with_budget(plan: dict[str, Any], peak: int) -> str:
     """Return whether the whole run kept the budget; if not, whether the steps under the plan did."""
     budget, measured = format_bytes(plan["budget_bytes"]), plan["measured"]
+    more = peak - plan["budget_bytes"]
+    # Both may have the same three digits.
+    over = f"over the budget of {budget}" + (
+        f" by {format_bytes(more)}" if more < 0.01 * peak else ""
+    )
     if plan["state"] == "measuring":
         kept = "within" if peak <= plan["budget_bytes"] else "over"
         return f"{kept} the budget of {budget}, in too few steps to make a plan"
@@ -92,13 +97,13 @@ def _compared_with_budget(plan: dict[str, Any], peak: int) -> str:
     if measured is not None and measured["peak_bytes"] <= plan["budget_bytes"]:
         step = format_bytes(measured["peak_bytes"])
         return (
-            f"over the budget of {budget}, which a step keeps with a peak of {step}: the first steps, or "
+            f"{over}, which a step keeps with a peak of {step}: the first steps, or "
             "other parts of the run, take more"
         )
     smallest = plan["smallest_budget_bytes"]
     if plan["state"] == "too small" and smallest:
-        return f"over the budget of {budget}: the smallest that can be kept is about {format_bytes(smallest)}"
-    return f"over the budget of {budget}"
+        return f"{over}: the smallest that can be kept is about {format_bytes(smallest)}"
+    return over
 
 
 def largest(figures: dict[str, Any]) -> tuple[str, int]:
