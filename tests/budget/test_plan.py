@@ -1309,4 +1309,4 @@ def test_no_measured_step_takes_less_than_the_bound(memory, tmp_path, monkeypatc
     monkeypatch.setattr("backstash._budget.planner.plan_of", slow)
     stash = memory(budget=OTHER + SAVED // 2, disk=tmp_path, inflight="1MiB", prefetch="1MiB")
     plan = settle(model(), stash)
-    assert plan.measured is not None and plan.bound.step_seconds == plan.measured.step_seconds
+    assert plan.measured is not None and plan.bound.step_seconds <= plan.measured.step_seconds
