@@ -59,7 +59,7 @@ class FakeSession:
             Plan.from_trace(values, each) for each in self._plan["budget"] or budgets_of(known)
         ]
         notes = [
-            "of tensors alone, in a step after the first. The other memory of the process comes in "
+            "The figures are of tensors alone, in a step after the first. The process holds other memory in "
             f"addition: here {format_bytes(self._start_bytes)} once torch was imported, and more once "
             "it computes. Nothing was computed: no time is known",
             *(

@@ -15,7 +15,7 @@ from ._disk_speed import DiskSpeed
 
 __all__ = ["seconds_of", "show"]
 
-_HEAD = ("kept", "moves down", "in memory", "disk writes", "disk reads", "")
+_HEAD = ("kept", "moves down", "at most held", "disk writes", "disk reads", "")
 
 
 def show(
@@ -89,7 +89,7 @@ def _costs(budgets: Sequence[Any], disk: str, speed: DiskSpeed | None) -> list[s
     return [
         *lines,
         f"  {disk} writes {rates}, measured here on {format_bytes(speed.nbytes)}. The seconds are the disk's "
-        "own;",
+        "own.",
         "  Transfers that overlap with computing cost no time. `backstash run` measures the rest.",
     ]
 
