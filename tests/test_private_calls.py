@@ -215,6 +215,12 @@ USED = {
         "torch._C.DispatchKey",
         "torch._C.DispatchKey.ADInplaceOrView",
     },
+    "sharded.py": {
+        "_fsdp_param_group",
+        "_fsdp_param_groups",
+        "_get_fsdp_state",
+        "_unsharded_param",
+    },
     "selective.py": {
         "torch._C.DispatchKey.ADInplaceOrView",
         "torch._C._SetExcludeDispatchKeyGuard",

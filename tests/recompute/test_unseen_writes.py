@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, distribute_tensor
 
 from backstash import Action, Stash
-from backstash._torch import optimizer_steps
+from backstash._torch import sharded as sharded_parameters
 from backstash._torch.optimizer_steps import OPTIMIZER_STEPS, watch_optimizer_steps
 from backstash._torch.schemas import operation_of
 from backstash.errors import InplaceError
@@ -60,7 +60,7 @@ def group():
 def used_before():
     """The first sharded module of a process leaves a thread's descriptors."""
     with group():
-        sharded_steps(sharded(), 0)
+        sharded_steps(sharded(), lambda: None, 0)
         Distributed()(torch.ones(ROWS, WIDTH)).sum().backward()
 
 
@@ -247,10 +247,7 @@ def write_to(weight):
 
 @pytest.mark.parametrize("verify", ["first", "auto"])
 @pytest.mark.parametrize("write", [step_of, write_to])
-def test_a_write_to_a_dtensor_is_seen_where_its_local_tensor_was_read(
-    alone, monkeypatch, verify, write
-):
-    monkeypatch.setattr(optimizer_steps, "_is_sharding", lambda: False)  # other tests may do so
+def test_a_write_to_a_dtensor_is_seen_where_its_local_tensor_was_read(alone, verify, write):
     net, other = Distributed(), Distributed()
 
     def act(step):
@@ -270,26 +267,81 @@ def sharded():
     return fully_shard(net)
 
 
-def sharded_steps(net, begins):
-    """Each with two graphs; from ``begins`` on, the optimizer's step is between their backwards."""
-    optimizer = torch.optim.SGD([net[0].weight], lr=0.5)
-    for step in range(begins + 1):
+def step_sharded(weight):
+    torch.optim.SGD([weight], lr=0.5).step()
+
+
+def step_fused(weight):
+    before = weight._version
+    torch.optim.AdamW([weight], lr=0.5, fused=True).step()
+    assert weight._version == before
+
+
+@torch.no_grad()
+def write_sharded(weight):
+    weight.mul_(2)
+
+
+def sharded_steps(net, write, begins):
+    """Each with two graphs; from ``begins`` on, ``write`` is called between their backwards."""
+    found = []
+    for step in range(begins + 2):
         torch.manual_seed(step)
         first, second = (net(torch.randn(ROWS, WIDTH)).square().mean() for _ in range(2))
         first.backward()
         if step >= begins:
-            optimizer.step()
+            write()
         second.backward()
+        found += [each.grad.to_local().clone() for each in net.parameters()]
         net.zero_grad()
+    return found
 
 
-@pytest.mark.parametrize("verify", ["first", "auto"])
-def test_a_step_on_parameters_that_fsdp_gathers_again_is_seen(alone, verify):
-    """They are gathered for backward without a version."""
+@pytest.mark.parametrize("is_known", [True, False])
+@pytest.mark.parametrize("write", [step_sharded, step_fused, write_sharded])
+def test_a_write_to_what_fsdp_gathers_again_is_seen(alone, monkeypatch, is_known, write):
+    """It is gathered for backward without a version."""
     net = sharded()
-    with Stash(min_bytes=0, verify=verify) as stash, stash.recompute(net[0]):
-        with pytest.raises(InplaceError, match="an optimizer's step came between"):
-            sharded_steps(net, BEGINS)
+    if not is_known:  # another version of PyTorch may not show it
+        monkeypatch.setattr(sharded_parameters, "_pairs", lambda root: [None])
+    with Stash(min_bytes=0, verify="first") as stash, stash.recompute(net[0]):
+        sharded_steps(net, lambda: None, BEGINS)
+        assert stash.stats().recomputed_bytes
+        if is_known or write is not write_sharded:
+            with pytest.raises(InplaceError, match="an optimizer's step came between"):
+                sharded_steps(net, lambda: write(net[0].weight), 1)
+
+
+@pytest.mark.parametrize("write", [step_sharded, step_fused, write_sharded])
+def test_a_write_to_another_parameter_that_fsdp_gathers_is_no_error(alone, write):
+    net, other = sharded(), sharded()
+    other(torch.randn(ROWS, WIDTH)).sum().backward()
+    plain = sharded_steps(net, lambda: write(other[0].weight), 1)
+    with Stash(min_bytes=0) as stash, stash.recompute(net[0], other[0]):
+        found = sharded_steps(net, lambda: write(other[0].weight), 1)
+        assert stash.stats().recomputed_bytes
+    assert all(map(torch.equal, found, plain))
+
+
+def test_optimizers_may_step_in_backward_on_what_fsdp_gathers(alone):
+    """One for each parameter, as soon as it has its gradient."""
+
+    def trained(stash):
+        torch.manual_seed(0)
+        net = sharded()
+        if stash is not None:
+            stash.recompute(*net)
+        for each in net.parameters():
+            optimizer = torch.optim.SGD([each], lr=0.5)
+            each.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())
+        for step in range(6):
+            torch.manual_seed(step)
+            net(torch.randn(ROWS, WIDTH)).square().mean().backward()
+            net.zero_grad()
+        return [each.to_local() for each in net.parameters()]
+
+    with Stash(min_bytes=0) as stash:
+        assert all(map(torch.equal, trained(stash), trained(None)))
         assert stash.stats().recomputed_bytes
 
 

@@ -8,8 +8,8 @@ parameters of other ranks, and optimizers of other libraries may write through `
 from __future__ import annotations
 
 import functools
-import sys
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from .sharded import UNKNOWN, is_sharding, source_of
 from .storages import storage_of
 from .tensors import flattened, is_wrapper_subclass, wrapped_leaf_of
 
@@ -37,8 +38,7 @@ class OptimizerStep(int):
 
     def is_outdated_by(self, parameter: Tensor) -> bool:
         """Whether a later step may have written to the memory of a parameter."""
-        latest = OPTIMIZER_STEPS.latest
-        return self is not latest and OPTIMIZER_STEPS.have_written(parameter, self, gathered=True)
+        return self is not OPTIMIZER_STEPS.latest and OPTIMIZER_STEPS.have_written(parameter, self)
 
 
 class _OptimizerSteps:
@@ -52,20 +52,14 @@ class _OptimizerSteps:
         )
         self._of_wrapped = OptimizerStep(0)  # the latest on parameters that wrap others
 
-    def have_written(self, tensor: Tensor, since: OptimizerStep, *, gathered: bool = False) -> bool:
-        """Whether a step after ``since`` may have written to the memory of ``tensor``.
-
-        Args:
-            tensor: any tensor.
-            since: a step.
-            gathered: whether it is a parameter. If ``fully_shard`` was called, it may be one that is gathered
-                for a forward, which no optimizer has, so any step on a DTensor may have changed it.
-        """
+    def have_written(self, tensor: Tensor, since: OptimizerStep) -> bool:
+        """Whether a step after ``since`` may have written to the memory of ``tensor``."""
         storage = storage_of(tensor)
-        written = None if storage is None else self._of.get(storage)
-        if written is not None:
-            return written > since
-        return gathered and self._of_wrapped > since and _is_sharding()
+        return storage is not None and self._of.get(storage, 0) > since
+
+    def have_written_wrapped(self, since: OptimizerStep) -> bool:
+        """Whether a step after ``since`` was on a tensor that wraps others, such as a DTensor."""
+        return self._of_wrapped > since
 
     def add(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Count a step: see ``register_optimizer_step_pre_hook``. Called before it and after it: a closure may
@@ -76,19 +70,23 @@ class _OptimizerSteps:
         if not written:
             return
         self.latest = OptimizerStep(self.latest + 1)
-        while written:
-            each = written.pop()
+        for each in written:
             if is_wrapper_subclass(each):
-                written += flattened(each)[0].values()
                 self._of_wrapped = self.latest
-            elif (storage := storage_of(each)) is not None:
-                self._of[storage] = self.latest
+            for plain in _plain(each):
+                if (storage := storage_of(plain)) is not None:
+                    self._of[storage] = self.latest
 
 
-def _is_sharding() -> bool:
-    """Whether ``fully_shard`` was called: it makes a class for each class of modules that it is given."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and bool(fsdp.FSDPModule.__subclasses__())
+def _plain(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the plain tensors that ``tensor`` consists of."""
+    todo = [tensor]
+    while todo:
+        each = todo.pop()
+        if is_wrapper_subclass(each):
+            todo += flattened(each)[0].values()
+        else:
+            yield each
 
 
 OPTIMIZER_STEPS = _OptimizerSteps()
@@ -96,37 +94,52 @@ OPTIMIZER_STEPS = _OptimizerSteps()
 
 
 class LeafRead:
-    """When a forward read a leaf that is no parameter, or an inner tensor of one, such as a DTensor's local
-    tensor.
+    """When a forward read a leaf whose version does not show all writes.
 
     Args:
-        tensor: the tensor, or a view of it.
-        base: the leaf or the inner tensor.
+        owner: the tensor with the version that shows them, if there is one: a DTensor whose local tensor was
+            read, or from which the leaf was gathered.
+        is_gathered: whether the leaf may have been gathered from a tensor that is not known.
     """
 
-    __slots__ = ("_step", "_version", "_wrapper")
+    __slots__ = ("_is_gathered", "_owner", "_step", "_version")
 
-    def __init__(self, tensor: Tensor, base: Tensor) -> None:
-        wrapper = None if base.requires_grad else wrapped_leaf_of(tensor, base)
+    def __init__(self, owner: Tensor | None = None, *, is_gathered: bool = False) -> None:
         self._step = OPTIMIZER_STEPS.latest
-        self._wrapper = None if wrapper is None else weakref.ref(wrapper)
-        self._version = 0 if wrapper is None else wrapper._version
+        self._owner = None if owner is None else weakref.ref(owner)
+        self._version = 0 if owner is None else owner._version
+        self._is_gathered = is_gathered
 
     def is_outdated_by(self, tensor: Tensor) -> bool:
         """Whether the leaf, whose memory ``tensor`` has, may have been written since without a version."""
-        wrapper = self._wrapper() if self._wrapper is not None else None
-        if wrapper is not None and wrapper._version != self._version:
+        owner = self._owner() if self._owner is not None else None
+        if owner is not None:
+            written = owner._version != self._version
+            # A fused step does not raise that either.
+            if written or any(
+                OPTIMIZER_STEPS.have_written(each, self._step) for each in _plain(owner)
+            ):
+                return True
+        if self._is_gathered and OPTIMIZER_STEPS.have_written_wrapped(self._step):
             return True
-        gathered = self._wrapper is not None
-        return OPTIMIZER_STEPS.have_written(tensor, self._step, gathered=gathered)
+        return OPTIMIZER_STEPS.have_written(tensor, self._step)
 
 
 def read_now(tensor: Tensor) -> OptimizerStep | LeafRead | None:
     """Return what shows later whether a tensor that requires a gradient was written after it was read now."""
-    base = tensor if tensor._base is None else tensor._base
-    if type(base) is nn.Parameter:
-        return OPTIMIZER_STEPS.latest
-    return LeafRead(tensor, base) if base.is_leaf else None
+    leaf = tensor if tensor._base is None else tensor._base
+    is_parameter = type(leaf) is nn.Parameter
+    if not is_parameter:
+        if not leaf.is_leaf:
+            return None
+        wrapper = None if leaf.requires_grad else wrapped_leaf_of(tensor, leaf)
+        if wrapper is None:
+            return LeafRead()
+        leaf = wrapper
+    source = source_of(leaf) if is_sharding() else None
+    if source is None:
+        return OPTIMIZER_STEPS.latest if is_parameter else LeafRead(leaf)
+    return LeafRead(is_gathered=True) if source is UNKNOWN else LeafRead(source)
 
 
 @functools.cache
