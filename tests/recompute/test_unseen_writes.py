@@ -345,6 +345,15 @@ def test_optimizers_may_step_in_backward_on_what_fsdp_gathers(alone):
         assert stash.stats().recomputed_bytes
 
 
+def test_a_parameter_without_memory_is_an_error_that_says_so():
+    net = Weighted()
+    with Stash(min_bytes=0) as stash, stash.recompute(net):
+        loss = net(torch.randn(ROWS, WIDTH)).sum()
+    net.weight.untyped_storage().resize_(0)
+    with pytest.raises(InplaceError, match="has no memory any more: FSDP frees a parameter"):
+        loss.backward()
+
+
 class Swapping(nn.Module):
     """Around the forward, one row of the weight is another one."""
 

@@ -323,6 +323,12 @@ def unpacked(
     packed, was = operands[operand]
     value = unpack(packed).detach()
     if type(was) is OptimizerStep or type(was) is LeafRead:
+        if not value.untyped_storage().nbytes() and value.numel():
+            raise InplaceError(
+                f"an input of shape {tuple(value.shape)} has no memory any more: FSDP frees a parameter before "
+                "backward comes to the module that it belongs to, so recompute the modules that were sharded, "
+                "and not one around them"
+            )
         if was.is_outdated_by(value):
             raise InplaceError(
                 f"an input of shape {tuple(value.shape)} may have been changed since forward without a new "
