@@ -326,7 +326,7 @@ def unpacked(
         if not value.untyped_storage().nbytes() and value.numel():
             raise InplaceError(
                 f"an input of shape {tuple(value.shape)} has no memory any more: FSDP frees a parameter before "
-                "backward comes to the module that it belongs to, so recompute the modules that were sharded, "
+                "backward reaches the module that it belongs to, so recompute the modules that were sharded, "
                 "and not one around them"
             )
         if was.is_outdated_by(value):
