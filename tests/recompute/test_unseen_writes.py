@@ -192,6 +192,8 @@ def test_steps_count_the_parameters_with_a_gradient_before_or_after_them():
     optimizer.register_step_post_hook(lambda *_: optimizer.zero_grad())
     assert is_counted(optimizer.step) == [True, False]
     assert is_counted(optimizer.step) == [False, False]
+    other.main_grad = torch.ones(3)
+    assert is_counted(optimizer.step) == [False, True]
 
 
 def clearing(weight):

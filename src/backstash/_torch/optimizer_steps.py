@@ -66,7 +66,7 @@ class _OptimizerSteps:
         make gradients, and another hook may delete them."""
         written: list[Tensor] = []
         for group in optimizer.param_groups:
-            written += (each for each in group["params"] if each.grad is not None)
+            written += (each for each in group["params"] if _has_gradient(each))
         if not written:
             return
         self.latest = OptimizerStep(self.latest + 1)
@@ -76,6 +76,15 @@ class _OptimizerSteps:
             for plain in _plain(each):
                 if (storage := storage_of(plain)) is not None:
                     self._of[storage] = self.latest
+
+
+def _has_gradient(parameter: Tensor) -> bool:
+    """Whether an optimizer may write to a parameter: also one of Megatron or Transformer Engine, whose gradients
+    have attributes of their own."""
+    if parameter.grad is not None:
+        return True
+    named = vars(parameter)
+    return named.get("main_grad") is not None or named.get("decoupled_grad") is not None
 
 
 def _plain(tensor: Tensor) -> Iterator[Tensor]:
