@@ -79,8 +79,8 @@ class _OptimizerSteps:
 
 
 def _has_gradient(parameter: Tensor) -> bool:
-    """Whether an optimizer may write to a parameter: also one of Megatron or Transformer Engine, whose gradients
-    have attributes of their own."""
+    """Whether an optimizer may write to a parameter; in Megatron and Transformer Engine, gradients have
+    attributes of their own."""
     if parameter.grad is not None:
         return True
     named = vars(parameter)
