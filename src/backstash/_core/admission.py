@@ -576,7 +576,9 @@ class Admission:
         if self._holds_latest and thread_state.scopes:
             latest = thread_state.latest
             latest.append((block, alias))
-            nbytes = sum(each.untyped_storage().nbytes() for _, each in latest)
+            nbytes = 0
+            for _, each in latest:
+                nbytes += each.untyped_storage().nbytes()
             while nbytes > _MOST_LATEST_BYTES and len(latest) > 1:
                 nbytes -= latest.popleft()[1].untyped_storage().nbytes()
 
