@@ -16,7 +16,7 @@ from .._saved.placement import Derivation
 from .._text import clean
 from .._tiers.device_tiers import DeviceTiers
 from .._tiers.packing import decode_separately
-from .._torch.engine import in_backward
+from .._torch.engine import task_or_none
 from .._torch.versions import inplace_error
 from ..errors import InplaceError, StashCorruptError, StashForkedError, StashIOError, UsageError
 from .admission import Admission
@@ -84,7 +84,9 @@ class WayBack:
                     placement = block.placement
             if placement.lost_at is not None:
                 raise _lost(entry, placement.lost_at)
-            session.predictor.use(block, builds_graph=torch.is_grad_enabled() and in_backward())
+            session.predictor.use(
+                block, builds_graph=torch.is_grad_enabled() and task_or_none() != -1
+            )
             session.uses += 1
             if self._event_log.on and block.cleanup.packs is None:
                 self._event_log.emit("use", entry.nbytes, *block.facts[1:])
@@ -163,7 +165,9 @@ class WayBack:
     def _used(self, entry: Entry) -> None:
         """Count a use of ``entry``, from which another block was made ahead of need. Called in the section."""
         block = entry.block
-        self._session.predictor.use(block, builds_graph=torch.is_grad_enabled() and in_backward())
+        self._session.predictor.use(
+            block, builds_graph=torch.is_grad_enabled() and task_or_none() != -1
+        )
         self._session.uses += 1
         if self._event_log.on and block.cleanup.packs is None:
             self._event_log.emit("use", entry.nbytes, *block.facts[1:])
