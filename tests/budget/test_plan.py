@@ -287,10 +287,10 @@ def test_a_step_that_grows_has_the_windows_of_a_first_one_and_the_next_one_the_p
     memory, tmp_path
 ):
     budget = OTHER + SAVED // 2 + 8 * MIB
-    stash, net, seen = memory(budget=budget, disk=tmp_path), model(layers=24), []
+    stash, net, seen = memory(budget=budget, disk=tmp_path), model(layers=40), []
     limits = stash._planner._limits
     settle(model(), stash)
-    net[22].register_forward_hook(lambda *_: seen.append(limits.windows))
+    net[38].register_forward_hook(lambda *_: seen.append(limits.windows))
     true = step(net, Stash())
     assert torch.equal(step(net, stash), true)
     assert seen[-1] == (budget // 16, budget // 16)
