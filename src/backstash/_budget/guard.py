@@ -269,9 +269,8 @@ class MemoryGuard:
             over = self.held() - self._line
         if over <= 0:
             return 0
-        self._avoided_bytes += (
-            self._lowered_bytes
-        )  # what it held less since; this peak shows the rest
+        # What it held less since; this peak shows the rest.
+        self._avoided_bytes += self._lowered_bytes
         self._lowered_bytes = 0
         self._line += over
         return over

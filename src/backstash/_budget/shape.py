@@ -83,9 +83,8 @@ class StepShape:
         self._looks_often = (
             False  # none of them was as large: several steps may have looked like one
         )
-        self._late_bytes = self._late_asked_bytes = (
-            0  # of the step that they were to be as large as
-        )
+        # Of the step that they were to be as large as.
+        self._late_bytes = self._late_asked_bytes = 0
 
     def begin_step(self, *, is_first: bool) -> EndedStep:
         """Begin a step, and return what the last one saved."""

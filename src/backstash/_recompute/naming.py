@@ -22,10 +22,8 @@ __all__ = ["Naming", "largest_modules"]
 
 _PART = 8  # one call saves at most 1/8 of the step's bytes
 _MOST_PART = 2  # or 1/2, if its submodules save little of that
-_MANY_OPERATIONS = (
-    nn.RNNBase,
-    nn.RNNCellBase,
-)  # layers without submodules that save more than their input
+_MANY_OPERATIONS = nn.RNNBase, nn.RNNCellBase
+"""Layers without submodules that save more than their input."""
 _COVERED = 0.75  # the submodules replace a module if they save at least this share of its bytes
 
 

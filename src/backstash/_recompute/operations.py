@@ -332,7 +332,7 @@ def unpacked(
         if was.is_outdated_by(value):
             raise InplaceError(
                 f"an input of shape {tuple(value.shape)} may have been changed since forward without a new "
-                "version: an optimizer's step came between"
+                "version, by an optimizer's step or a write to the DTensor that it comes from"
             )
     elif was is not None and fingerprint_of(value) != was:
         raise InplaceError(

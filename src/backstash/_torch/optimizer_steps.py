@@ -33,6 +33,9 @@ __all__ = [
 ]
 
 
+_Range = tuple[int, int]
+
+
 class OptimizerStep(int):
     """The number of a step, among all those of optimizers."""
 
@@ -47,7 +50,8 @@ class _OptimizerSteps:
     def __init__(self) -> None:
         self.latest = OptimizerStep(0)
         """The latest step."""
-        self._of: weakref.WeakKeyDictionary[torch.UntypedStorage, OptimizerStep] = (
+        # Of each storage: the latest step on each range of its bytes. Many parameters may share a storage.
+        self._of: weakref.WeakKeyDictionary[torch.UntypedStorage, dict[_Range, OptimizerStep]] = (
             weakref.WeakKeyDictionary()
         )
         self._of_wrapped = OptimizerStep(0)  # the latest on parameters that wrap others
@@ -55,7 +59,13 @@ class _OptimizerSteps:
     def have_written(self, tensor: Tensor, since: OptimizerStep) -> bool:
         """Whether a step after ``since`` may have written to the memory of ``tensor``."""
         storage = storage_of(tensor)
-        return storage is not None and self._of.get(storage, 0) > since
+        steps = None if storage is None else self._of.get(storage)
+        if storage is None or steps is None:
+            return False
+        low, high = _range_of(tensor, storage)
+        return any(
+            step > since and begin < high and low < end for (begin, end), step in steps.items()
+        )
 
     def have_written_wrapped(self, since: OptimizerStep) -> bool:
         """Whether a step after ``since`` was on a tensor that wraps others, such as a DTensor."""
@@ -75,7 +85,18 @@ class _OptimizerSteps:
                 self._of_wrapped = self.latest
             for plain in _plain(each):
                 if (storage := storage_of(plain)) is not None:
-                    self._of[storage] = self.latest
+                    self._of.setdefault(storage, {})[_range_of(plain, storage)] = self.latest
+
+
+def _range_of(tensor: Tensor, storage: torch.UntypedStorage) -> _Range:
+    """Return where the first byte of ``tensor`` is, and the end of its last one."""
+    nbytes = storage.nbytes()
+    if tensor.layout is not torch.strided or tensor.nbytes == nbytes:
+        return 0, nbytes
+    itemsize = tensor.element_size()
+    low = int(tensor.storage_offset()) * itemsize
+    last = sum((n - 1) * each for n, each in zip(tensor.shape, tensor.stride(), strict=True))
+    return low, low + (int(last) + 1) * itemsize
 
 
 def _has_gradient(parameter: Tensor) -> bool:
@@ -121,13 +142,12 @@ class LeafRead:
 
     def is_outdated_by(self, tensor: Tensor) -> bool:
         """Whether the leaf, whose memory ``tensor`` has, may have been written since without a version."""
-        owner = self._owner() if self._owner is not None else None
-        if owner is not None:
-            written = owner._version != self._version
-            # A fused step does not raise that either.
-            if written or any(
-                OPTIMIZER_STEPS.have_written(each, self._step) for each in _plain(owner)
-            ):
+        if self._owner is not None:
+            owner = self._owner()
+            if owner is None or owner._version != self._version:
+                return True
+            # A fused step does not raise that version either.
+            if any(OPTIMIZER_STEPS.have_written(each, self._step) for each in _plain(owner)):
                 return True
         if self._is_gathered and OPTIMIZER_STEPS.have_written_wrapped(self._step):
             return True

@@ -19,7 +19,8 @@ __all__ = ["UNKNOWN", "is_sharding", "source_of"]
 
 UNKNOWN = object()
 """In place of a source: this torch does not show what is gathered from what."""
-_sources: dict[int, tuple[weakref.ref[Tensor], weakref.ref[Tensor] | None]] = {}
+# By the identity of a parameter: it, and FSDP2's object for it, which has the sharded parameter of now.
+_sources: dict[int, tuple[weakref.ref[Tensor], weakref.ref[Any] | None]] = {}
 
 
 def is_sharding() -> bool:
@@ -37,18 +38,21 @@ def source_of(parameter: Tensor) -> Any:
         if not running:
             return UNKNOWN
         try:
-            for gathered, sharded in _pairs(running[0]):
-                _sources[id(gathered)] = weakref.ref(gathered), weakref.ref(sharded)
+            for gathered, of in _pairs(running[0]):
+                _sources[id(gathered)] = weakref.ref(gathered), weakref.ref(of)
         except (AttributeError, TypeError):
             return UNKNOWN
         known = _sources.get(id(parameter))
         if known is None or known[0]() is not parameter:
             known = _sources[id(parameter)] = weakref.ref(parameter), None
-    return None if known[1] is None else known[1]()
+    if known[1] is None:
+        return None
+    # The program may have replaced the sharded parameter, as loading a state does.
+    return getattr(known[1](), "sharded_param", UNKNOWN)
 
 
-def _pairs(root: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield what was gathered for modules within ``root``, and from what."""
+def _pairs(root: nn.Module) -> Iterator[tuple[Tensor, Any]]:
+    """Yield what was gathered for modules within ``root``, with FSDP2's object for it."""
     kind = sys.modules["torch.distributed.fsdp"].FSDPModule
     for module in root.modules():
         if isinstance(module, kind):
@@ -59,4 +63,4 @@ def _pairs(root: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
             for group in groups:
                 for each in group.fsdp_params:
                     if (gathered := getattr(each, "_unsharded_param", None)) is not None:
-                        yield gathered, each.sharded_param
+                        yield gathered, each
