@@ -5,6 +5,7 @@ Bounds on a peak are not exact: which of the plans within a budget is taken depe
 
 import gc
 import itertools
+import re
 import threading
 import time
 import warnings
@@ -27,7 +28,7 @@ from backstash._budget.solving import Solving
 from backstash._core.admission import FITS
 from backstash.errors import BudgetError, SizeError, StashWarning, UsageError
 from backstash.plan import StepFigures, plan_of, usable_bytes
-from backstash.units import format_bytes
+from backstash.units import format_bytes, parse_bytes
 from counted_memory import MIB, OTHER, CountedMemory, Saves
 from long_tests import takes_long
 from plan_steps import SAVED, Sine, are_same, model, moved, settle, step
@@ -164,7 +165,9 @@ def test_a_budget_that_cannot_be_kept_is_said_once_with_the_first_plan(
     ) as warned:
         plan = settle(net, stash)
     assert len(warned) == 1
-    assert f"keep is {format_bytes(plan.smallest_budget_bytes)}," in str(warned[-1].message)
+    said = re.search(r"keep is (\d+ MiB),", str(warned[-1].message))
+    # Of the first plan; a slow step may have led to another one since.
+    assert said and abs(parse_bytes(said[1]) - plan.smallest_budget_bytes) <= 2 * MIB
     assert plan.state == "too small"
     assert plan.smallest_budget_bytes > OTHER
     assert "the smallest that can be kept is" in str(plan)
