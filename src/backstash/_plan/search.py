@@ -15,6 +15,8 @@ __all__ = ["Search"]
 
 _REPAIRS = 64  # rounds
 _FILLS = 40  # sets of changes tried
+_LEAST_FILLS = 10  # in a step of many blocks: the last of them are of a thousandth of all changes
+_FILLED_BLOCKS = 16_000  # sets times blocks, at most
 _SWAP_REPAIRS = 3  # rounds that make space for an undone change
 _FIRST_STEP, _LAST_STEP = 16, 1024  # lower() tries steps from 1/16 to 1/1024 of a peak
 _LOWER_REPAIRS = 8  # rounds for each such step
@@ -138,9 +140,10 @@ class Search:
             ),
             reverse=True,
         )
-        at, count, tries = 0, max(1, len(gains) // 2), 0
-        while at < len(gains) and tries < _FILLS:
-            tries += 1
+        at, count = 0, max(1, len(gains) // 2)
+        tries = min(_FILLS, max(_LEAST_FILLS, _FILLED_BLOCKS // max(1, len(choices))))
+        while at < len(gains) and tries:
+            tries -= 1
             tried = _with(choices, gains[at : at + count])
             outcome = self._forecast(tried)
             if self._fits(outcome) and outcome.step_seconds <= forecast.step_seconds + 1e-12:

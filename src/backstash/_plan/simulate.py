@@ -56,8 +56,11 @@ class Forecast:
 def _order(trace: Trace, region_of: Mapping[int, int], moved: Collection[int]) -> list[int]:
     """Return the moved blocks in the order in which backward needs them. A region's inputs come before the
     first use of a member."""
+    used = (each.block for each in trace.moments if each.kind == "use")
+    if not region_of:
+        return list(dict.fromkeys(block for block in used if block in moved))
     order: dict[int, None] = {}
-    for block in trace.span("use"):
+    for block in used:
         region = region_of.get(block)
         given = trace.regions[region].inputs if region is not None else ()
         order |= dict.fromkeys(each for each in (*given, block) if each in moved)
@@ -294,9 +297,10 @@ def simulate(
         windows: of the two directions.
         again: the recomputed regions, as indices in ``trace.regions``.
     """
+    only_replayed = {operand for region in trace.regions for operand in region.operands}
     all_stay = all(
-        each.resident_bytes == least.resident_bytes
-        for each, least in zip(choices, trace.left_alone(), strict=True)
+        choice.resident_bytes == (0 if at in only_replayed else block.nbytes)
+        for at, (choice, block) in enumerate(zip(choices, trace.blocks, strict=True))
     )
     replays = _Replays(trace, again)
     region_of, reader = replays.region_of, replays.reader
@@ -304,12 +308,13 @@ def simulate(
         trace, region_of, {block for block, each in enumerate(choices) if each.moved_bytes}
     )
     step = _Step(trace, choices, windows, order, trace.extra_seconds(all_stay=all_stay))
+    writing = step.writing
     for at, moment in enumerate(trace.moments):
         block, kind = moment.block, moment.kind
         other_bytes = moment.other_bytes - replays.small_bytes
         step.look(other_bytes, at)
         step.clock += moment.seconds
-        if not step.runs_ahead:
+        if writing and not step.runs_ahead:
             step.end_writes()
         if kind == "save":
             if block in region_of:
