@@ -82,6 +82,16 @@ def test_small_benchmarks_run(tmp_path: Path) -> None:
 
 
 @takes_long
+def test_plans_are_timed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ["planning.py", "--tiny", "--models", "gpt,ode"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    load(ROOT / "benchmarks/planning.py").main()
+    head, _, *rows = capsys.readouterr().out.strip().split("\n")
+    assert "seconds, median" in head and [row.split()[1] for row in rows] == ["gpt", "ode"]
+    assert all(int(row.split("|")[2]) > 10 for row in rows), "blocks"
+
+
+@takes_long
 def test_stepping_in_backward_has_the_same_weights_and_a_lower_peak(tmp_path: Path) -> None:
     results = bench(tmp_path, "gradients")
     runs = {run["way"]: run for run in results["sections"][0]["runs"]}

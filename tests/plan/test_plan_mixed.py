@@ -4,7 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+import backstash._plan.table
 from backstash._plan.mixed import mixed
+from backstash._plan.prices import least_prefix
+from backstash._plan.simulate import simulate
 from backstash._plan.solve import solve, solve_with_cuts
 from backstash._plan.table import REGION, Problem, absent_operands
 from backstash._plan.trace import Links, Moment, Option, RegionCut, Trace, TracedBlock, TracedRegion
@@ -13,14 +16,14 @@ from counted_memory import MIB
 CALLS = 8
 
 
-def trace_of_calls(rate=1.0, operands=()):
+def trace_of_calls(rate=1.0, operands=(), calls=CALLS):
     """Of some equal calls: each saves a block that is cheap to recompute, and one that is dear.
 
     ``operands``: for each call, another block, which only a replay of it reads.
     """
     each = 3 if operands else 2
     options = {"keep": Option(MIB), "disk": Option(0, 0.0, 0.0, MIB)}
-    blocks = [TracedBlock(f"class {at % each}", MIB, options) for at in range(each * CALLS)]
+    blocks = [TracedBlock(f"class {at % each}", MIB, options) for at in range(each * calls)]
     moments = [Moment("save", at, 0.1, 0) for at in range(len(blocks))]
     for at in reversed(range(len(blocks))):
         moments += [Moment("use", at, 0.1, 0), Moment("free", at, 0.1, 0)]
@@ -34,7 +37,7 @@ def trace_of_calls(rate=1.0, operands=()):
             cuts=(RegionCut((each * at,), (1,), 0.1 / 1.1, ()),),
             operands=(each * at + 2,) if operands else (),
         )
-        for at in range(CALLS)
+        for at in range(calls)
     ]
     links = Links(rate * MIB, rate * MIB)
     return Trace(tuple(blocks), tuple(moments), links, runs_ahead=True, regions=tuple(regions))
@@ -116,3 +119,49 @@ def test_what_only_a_replay_reads_is_held_until_then():
     assert found.peak_bytes == found.resident_peak_bytes == (2 * CALLS - 3) * MIB
     kept = Problem(early, 0).forecast(["keep"] * len(early.blocks))
     assert kept.peak_bytes == 2 * CALLS * MIB
+
+
+def simulations(monkeypatch):
+    """The windows of all simulations from now on."""
+    found = []
+
+    def counted(trace, choices, windows, again):
+        found.append(windows)
+        return simulate(trace, choices, windows, again)
+
+    monkeypatch.setattr(backstash._plan.table, "simulate", counted)
+    return found
+
+
+@pytest.mark.parametrize("rate", [1e-3, 0.3])
+def test_a_step_of_many_blocks_is_simulated_a_few_times(rate, monkeypatch):
+    """A plan is made while the program trains, on the same interpreter. With as many tries as for a short step
+    it takes over 1,000 simulations of these 800 blocks."""
+    count = simulations(monkeypatch)
+    trace = trace_of_calls(rate, calls=400)
+    found = solve_with_cuts(trace, 600 * MIB)
+    assert found.fits and len(count) <= 450
+    whole, part = sum(recomputed(trace, found)), sum(name == "disk" for name in found.choices)
+    assert whole + part >= 200, "what is freed"
+
+
+def test_the_first_count_that_fits(monkeypatch):
+    trace = trace_of_calls()
+    blocks = range(len(trace.blocks))
+
+    def up_to(count):
+        return ["disk" if at < count else "keep" for at in blocks]
+
+    def first(left, counts):
+        peaks = [Problem(trace, 0).forecast(up_to(count)).peak_bytes for count in counts]
+        assert peaks == sorted(peaks, reverse=True)
+        return least_prefix(Problem(trace, peaks[left]), up_to, counts)
+
+    every = range(len(blocks) + 1)
+    assert [first(at, every) for at in every if at % 3 == 0] == [at for at in every if at % 3 == 0]
+    assert [first(at, [0, 5, 9]) for at in range(3)] == [0, 5, 9]
+    count = simulations(monkeypatch)
+    assert least_prefix(Problem(trace, 0), up_to, [0, 5, 9, 12]) == 12, "none fits"
+    assert least_prefix(Problem(trace, 99 * MIB), up_to, every) == 0
+    assert len(count) == 3
+    assert least_prefix(Problem(trace, 0), up_to, [0]) == 0

@@ -106,7 +106,8 @@ def _mixture(problem: Problem, changes: Sequence[_Upgrade]) -> tuple[Solution, S
     def up_to(count: int) -> list[str]:
         return [moves.get(at, name) if at < count else name for at, name in enumerate(start)]
 
-    choices = tuple(up_to(least_prefix(problem, up_to)))
+    counts = [0, *(block + 1 for block in moves)]
+    choices = tuple(up_to(least_prefix(problem, up_to, counts)))
     forecast = problem.forecast(choices)
     fits = forecast.peak_bytes <= problem.budget
     solution = Solution(choices, problem.windows, forecast, 0.0, fits=fits, levels=levels)

@@ -187,19 +187,27 @@ def earliest(problem: Problem) -> list[Candidate]:
 
     found = []
     for again in (False, True) if problem.regions else (False,):
-        count = least_prefix(problem, functools.partial(up_to, again=again))
+        counts = range(len(problem.trace.blocks) + 1)
+        count = least_prefix(problem, functools.partial(up_to, again=again), counts)
         found.append(Candidate(up_to(count, again=again), link_seconds))
     return found
 
 
-def least_prefix(problem: Problem, up_to: Callable[[int], Sequence[str]]) -> int:
-    """Return how many of the first blocks the choices ``up_to`` of them have to free so that the step fits; all
-    of them if it never does."""
+def least_prefix(
+    problem: Problem, up_to: Callable[[int], Sequence[str]], counts: Sequence[int]
+) -> int:
+    """Return the first of the ``counts``, which rise, for which the choices ``up_to`` of them fit; the last
+    one if none do."""
 
     def fits(count: int) -> bool:
         return problem.forecast(up_to(count)).peak_bytes <= problem.budget
 
-    return bisect.bisect_left(range(len(problem.trace.blocks)), True, key=fits)
+    first, *others = counts
+    if not others or fits(first):
+        return first
+    if not fits(others[-1]):
+        return others[-1]
+    return others[bisect.bisect_left(others[:-1], True, key=fits)]
 
 
 def _cheapest_freeing(problem: Problem, link_seconds: float) -> list[str]:

@@ -37,7 +37,9 @@ _MIXTURES = 16  # tried between recomputing nothing and everything; fewer in a s
 _SWAPPED = 2  # so many of the best filled ones have changes swapped; more in a step of few blocks
 _SWAPS = 40  # swaps tried in each
 _SWAPPED_BLOCKS = 8_000  # tries times blocks, at most
-_CHANGED_BLOCKS = 400  # with at most so many blocks, the best solution tries more windows
+_CHANGED_BLOCKS = (
+    400  # with at most so many blocks, the best solution tries more windows, and mixtures all
+)
 _FEW_BLOCKS = 16  # with at most so many blocks, all swapped solutions do
 _MIB = 1 << 20
 
@@ -101,15 +103,17 @@ def solve_with_cuts(
     found = [solve(trace, budget, windows=windows)]
     if trace.regions and any(name != "keep" for name in found[0].choices):
         tries = _SWAPPED_BLOCKS // max(1, len(trace.blocks))
+        is_long = len(trace.blocks) > _CHANGED_BLOCKS
+        tried = [found[0].windows] if is_long else _windows(trace, windows)
         mixtures = [
             each
-            for sizes in _windows(trace, windows)
+            for sizes in tried
             for each in mixed(Problem(trace, budget, sizes), min(_MIXTURES, max(2, tries)))
         ]
         mixtures.sort(key=lambda each: rank(each[0]))
         for one, search in mixtures[:_FILLED]:
             better = search.swap(search.fill(one), min(_SWAPS, max(2, tries)))
-            if len(trace.blocks) <= _CHANGED_BLOCKS:
+            if not is_long:
                 better = search.change_windows(better, windows)
             left_after = search.problem.left_after(better.choices)
             found.append(replace(better, left_after=left_after, levels=one.levels))

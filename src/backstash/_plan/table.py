@@ -157,9 +157,10 @@ _NOTHING = Option(0)
 
 def absent_operands(regions: Sequence[TracedRegion], again: Collection[int]) -> set[int]:
     """Return the blocks that a step does not have which recomputes only these regions."""
-    absent, present = set[int](), set[int]()
+    absent, present, again = set[int](), set[int](), set(again)
     for at, region in enumerate(regions):
-        (present if at in again else absent).update(region.operands)
+        if region.operands:
+            (present if at in again else absent).update(region.operands)
     return absent - present
 
 
