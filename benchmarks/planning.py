@@ -5,8 +5,8 @@
 
 Each model of ``budget_cells.py``, and a neural ODE of 600 calls, trains in a process of its own until its steps
 were measured. Then plans are made for six budgets, from 3% to 80% of the way from the smallest one to what
-plain PyTorch takes. ``seconds`` are of the processor, the median and the most of the six; ``step`` is the mean of
-what the plans are predicted to take, of the step in which everything stays.
+plain PyTorch takes. ``seconds`` are of the processor, the median and the most of the six; ``step`` is the mean
+of what the plans are predicted to take, of the step in which everything stays.
 """
 
 from __future__ import annotations

@@ -82,7 +82,9 @@ def test_small_benchmarks_run(tmp_path: Path) -> None:
 
 
 @takes_long
-def test_plans_are_timed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_are_timed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     arguments = ["planning.py", "--tiny", "--models", "gpt,ode"]
     monkeypatch.setattr(sys, "argv", arguments)
     load(ROOT / "benchmarks/planning.py").main()

@@ -204,6 +204,7 @@ class Sequence(nn.Module):
         self.layer = nn.GRU(WIDTH, WIDTH, batch_first=True)
 
     def forward(self, x, state):
+        x = x if state is None else state
         return self.layer(x.view(ROWS // 32, 32, WIDTH))[0].reshape(ROWS, WIDTH)
 
 

@@ -1,10 +1,12 @@
 """What is written or replaced without a version that shows it: by collectives, fused optimizers, ``data =``."""
 
 import copy
+import functools
 import sys
 import weakref
 from contextlib import contextmanager, nullcontext
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, distribute_tensor
 
 from backstash import Action, Stash
+from backstash._recompute import holding
 from backstash._torch import sharded as sharded_parameters
 from backstash._torch.optimizer_steps import OPTIMIZER_STEPS, watch_optimizer_steps
 from backstash._torch.schemas import operation_of
@@ -174,26 +177,32 @@ class Other(torch.optim.Optimizer):
                     each.data -= each.grad
 
 
-def test_steps_count_the_parameters_with_a_gradient_before_or_after_them():
+def test_steps_count_the_parameters_to_which_they_may_write():
+    """Those with a gradient before or after the step; all, where it may have had other gradients meanwhile."""
     watch_optimizer_steps()
     weight, other = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
-    optimizer = Other(weight, other)
+    optimizer, known = Other(weight, other), fused(weight, other)
 
-    def is_counted(step):
+    def is_counted(step, *args):
         before = OPTIMIZER_STEPS.latest
-        step()
+        step(*args)
         return [OPTIMIZER_STEPS.have_written(each, before) for each in (weight, other)]
 
-    assert is_counted(optimizer.step) == [False, False]
-    assert is_counted(lambda: optimizer.step((weight + other.detach()).sum().backward)) == [
-        True,
-        False,
-    ]
-    optimizer.register_step_post_hook(lambda *_: optimizer.zero_grad())
-    assert is_counted(optimizer.step) == [True, False]
-    assert is_counted(optimizer.step) == [False, False]
+    def closure():
+        loss = (weight + other.detach()).sum()
+        loss.backward()
+        return loss
+
+    assert is_counted(known.step) == is_counted(known.step, None) == [False, False]
+    assert is_counted(known.step, closure) == [True, True], "its own hook may delete gradients"
+    assert is_counted(known.step) == [True, False]
+    known.register_step_post_hook(lambda *_: known.zero_grad())
+    assert is_counted(known.step) == [True, False]
+    assert is_counted(known.step) == [False, False]
     other.main_grad = torch.ones(3)
-    assert is_counted(optimizer.step) == [False, True]
+    assert is_counted(known.step) == [False, True]
+    del other.main_grad
+    assert is_counted(optimizer.step) == [True, True], "no gradient is needed"
 
 
 def test_steps_count_by_the_range_of_memory_that_a_parameter_has():
@@ -217,8 +226,27 @@ def clearing(weight):
     return optimizer
 
 
+class Given(torch.optim.Optimizer):
+    """It makes its gradients itself."""
+
+    def __init__(self, weight):
+        super().__init__([weight], {})
+
+    def step(self, closure=None):
+        for each in self.param_groups[0]["params"]:
+            each.data.sub_(one_row(each))
+
+
+def closing(weight):
+    """Its gradients exist within a step only."""
+    optimizer = clearing(weight)
+    weight.grad = None
+    optimizer.step = functools.partial(optimizer.step, weight[3].sum().backward)
+    return optimizer
+
+
 @pytest.mark.parametrize("verify", ["first", "auto"])
-@pytest.mark.parametrize("make", [Other, clearing])
+@pytest.mark.parametrize("make", [Other, clearing, Given, closing])
 def test_the_step_of_any_optimizer_is_seen(verify, make):
     net = Weighted()
 
@@ -506,3 +534,96 @@ def test_what_the_forward_made_may_take_half_of_what_it_frees(parts, is_held):
     with Stash(min_bytes=0) as stash, stash.recompute(net := Repeated()):
         net(torch.ones(ROWS, WIDTH, requires_grad=True)).sum().backward()
         assert bool(stash.stats().recomputed_bytes) is is_held
+
+
+def frozen(data):
+    return nn.Parameter(torch.from_numpy(data), requires_grad=False)
+
+
+def unaligned(data):
+    """Its memory begins four bytes after one that is aligned."""
+    memory = np.empty(data.size + 16, np.float32)
+    begin = -memory.ctypes.data % 64 // 4 + 1
+    made = memory[begin : begin + data.size].reshape(data.shape)
+    made[:] = data
+    return torch.from_numpy(made)
+
+
+def by_numpy(weight):
+    weight.detach().numpy()[3] += 1
+
+
+def by_step(weight):
+    """Frozen, with the gradient of an earlier phase."""
+    weight.grad = one_row(weight)
+    fused(weight).step()
+
+
+@pytest.mark.parametrize("verify", ["first", "auto"])
+@pytest.mark.parametrize(
+    ("make", "write"), [(frozen, by_numpy), (frozen, by_step), (unaligned, by_numpy)]
+)
+def test_a_write_to_data_of_the_program_is_seen(verify, make, write):
+    class Reads(nn.Module):
+        def forward(self, x):
+            return (x * weight).tanh().cos()
+
+    weight, net = make(np.ones((ROWS, WIDTH), np.float32)), Reads()
+
+    def act(step):
+        if step >= BEGINS:
+            before = weight._version
+            write(weight)
+            assert weight._version == before
+
+    with Stash(min_bytes=0, verify=verify) as stash, stash.recompute(net):
+        assert len(train([net], act, steps=BEGINS)) == BEGINS
+        with pytest.raises(InplaceError, match="was changed since forward without a new version"):
+            train([net], act)
+
+
+def test_a_step_on_a_frozen_parameter_is_seen_where_there_is_no_fingerprint(monkeypatch):
+    """As on an accelerator."""
+    monkeypatch.setattr(holding, "fingerprint_of", lambda tensor: None)
+    net = Weighted().requires_grad_(requires_grad=False)
+
+    def act(step):
+        if step >= BEGINS:
+            by_step(net.weight)
+
+    def steps(count):
+        for step in range(count):
+            x = torch.randn(ROWS, WIDTH, requires_grad=True)
+            loss = net(x).square().sum()
+            act(step)
+            loss.backward()
+
+    with Stash(min_bytes=0) as stash, stash.recompute(net):
+        steps(BEGINS)
+        with pytest.raises(InplaceError, match="by an optimizer's step or a write to"):
+            steps(BEGINS + 1)
+
+
+class Adapting(nn.Module):
+    """It trains an inner network in its forward, whose graphs are gone before the step."""
+
+    def __init__(self):
+        super().__init__()
+        self.outer = nn.Linear(WIDTH, WIDTH)
+        self.inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+
+    def forward(self, x):
+        inner = self.inner
+        inner.zero_grad()
+        hidden = self.outer(x).tanh()
+        fixed = hidden.detach()
+        (inner(fixed) - fixed).square().mean().backward()
+        torch.optim.SGD(inner.parameters(), lr=0.1).step()
+        with torch.no_grad():
+            scale = inner(hidden)
+        return (hidden * scale).sin().cos() + sum(each.sum() for each in inner.parameters())
+
+
+def test_a_network_that_is_trained_in_a_forward_is_no_error():
+    torch.manual_seed(0)
+    assert_same([Adapting()], verify="auto")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .._torch.optimizer_steps import OPTIMIZER_STEPS, read_now, watch_optimizer_steps
 from .._torch.schemas import Operation
@@ -260,11 +260,12 @@ class HoldingTape(Tape):  # type: ignore[no-untyped-call]
                 with self.aside():
                     held[each] = [copied(tensor), None]
             else:
-                was: Any
-                if tensor.requires_grad:
+                was: Any = None
+                if not (tensor.requires_grad or each.is_random):
+                    was = fingerprint_of(tensor)
+                # On an accelerator, steps show the writes to a frozen parameter.
+                if tensor.requires_grad or (was is None and type(tensor) is nn.Parameter):
                     was = read_now(tensor)
-                else:
-                    was = None if each.is_random else fingerprint_of(tensor)
                 held[each] = [pack(tensor, each.is_random), was]
         return ""
 

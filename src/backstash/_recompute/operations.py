@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .._device.fingerprint import fingerprint
-from .._saved.view import dense, extent_bytes, raw_alias, reason_to_stay, snapshot
+from .._saved.view import UNALIGNED, dense, extent_bytes, raw_alias, reason_to_stay, snapshot
 from .._torch.optimizer_steps import LeafRead, OptimizerStep
 from .._torch.schemas import tensors_of
 from .._torch.tensors import alive
@@ -322,13 +322,13 @@ def unpacked(
     """
     packed, was = operands[operand]
     value = unpack(packed).detach()
+    if was is not None and value.numel() and not value.untyped_storage().nbytes():
+        raise InplaceError(
+            f"an input of shape {tuple(value.shape)} has no memory any more: FSDP frees a parameter before "
+            "backward reaches the module that it belongs to, so recompute the modules that were sharded, "
+            "and not one around them"
+        )
     if type(was) is OptimizerStep or type(was) is LeafRead:
-        if not value.untyped_storage().nbytes() and value.numel():
-            raise InplaceError(
-                f"an input of shape {tuple(value.shape)} has no memory any more: FSDP frees a parameter before "
-                "backward reaches the module that it belongs to, so recompute the modules that were sharded, "
-                "and not one around them"
-            )
         if was.is_outdated_by(value):
             raise InplaceError(
                 f"an input of shape {tuple(value.shape)} may have been changed since forward without a new "
@@ -462,9 +462,10 @@ def is_small(tensor: Tensor, *, also_trained: bool = False) -> bool:
 
 def fingerprint_of(tensor: Tensor) -> Any:
     """Return a fingerprint of data from the program: a CPU tensor that requires no gradient."""
-    if type(tensor) is not Tensor or tensor.requires_grad or tensor.device.type != "cpu":
+    is_plain = type(tensor) in (Tensor, torch.nn.Parameter)
+    if not is_plain or tensor.requires_grad or tensor.device.type != "cpu":
         return None
-    if reason_to_stay(tensor):
+    if reason_to_stay(tensor) not in ("", UNALIGNED):
         return None
     low, high = extent_bytes(tensor)
     if high - low == tensor.nbytes:

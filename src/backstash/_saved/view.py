@@ -16,6 +16,7 @@ from .._torch.tensors import is_functorch_wrapped, is_zero_tensor, toggle_bits
 
 __all__ = [
     "ALIGNMENT_BYTES",
+    "UNALIGNED",
     "StridedRegion",
     "dense",
     "extent_bytes",
@@ -34,6 +35,7 @@ _CARRIERS = {
     16: torch.complex128,
 }
 _FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
+UNALIGNED = "its memory is not aligned"
 ALIGNMENT_BYTES = 64
 """The alignment that results of vectorized CPU code may depend on: a block keeps its address modulo this."""
 _DEVICE_ALIGNMENT_BYTES = 256  # cuBLASLt chooses a kernel by this alignment
@@ -211,5 +213,5 @@ def reason_to_stay(tensor: Tensor, storage: torch.UntypedStorage | None = None) 
     if not is_whole and extent_bytes(tensor)[1] > nbytes:
         return "its storage is smaller than the view"
     if address % 16:
-        return "its memory is not aligned"
+        return UNALIGNED
     return ""

@@ -75,8 +75,11 @@ class _OptimizerSteps:
         """Count a step: see ``register_optimizer_step_pre_hook``. Called before it and after it: a closure may
         make gradients, and another hook may delete them."""
         written: list[Tensor] = []
+        needs_gradient = _needs_gradient(optimizer, args, kwargs)
         for group in optimizer.param_groups:
-            written += (each for each in group["params"] if _has_gradient(each))
+            written += (
+                each for each in group["params"] if not needs_gradient or _has_gradient(each)
+            )
         if not written:
             return
         self.latest = OptimizerStep(self.latest + 1)
@@ -97,6 +100,14 @@ def _range_of(tensor: Tensor, storage: torch.UntypedStorage) -> _Range:
     low = int(tensor.storage_offset()) * itemsize
     last = sum((n - 1) * each for n, each in zip(tensor.shape, tensor.stride(), strict=True))
     return low, low + (int(last) + 1) * itemsize
+
+
+def _needs_gradient(optimizer: Optimizer, args: Any, kwargs: Any) -> bool:
+    """Whether this step writes only to parameters that have a gradient before it or after it. Optimizers of
+    others may take gradients as arguments, or need none. What a closure makes, a hook may delete."""
+    is_torch_s = type(optimizer).step.__module__.startswith("torch.")
+    _, *given = args  # the first is the optimizer
+    return is_torch_s and all(each is None for each in (*given, *kwargs.values()))
 
 
 def _has_gradient(parameter: Tensor) -> bool:
