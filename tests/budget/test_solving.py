@@ -36,6 +36,20 @@ def test_what_was_measured_of_other_steps_is_no_choice():
     assert found.bound_seconds <= found.forecast.step_seconds, "they were measured to fit"
 
 
+def test_the_margin_is_used_before_a_budget_is_said_to_be_too_small():
+    def solved(target, most):
+        solving = Solving((0, 0), {})
+        solving.begin(Trace(two(), MOMENTS, Links(1.0, 1.0)), target, most=most)
+        solving.wait()
+        return solving.found[1]
+
+    peak = solved(MIB, MIB).forecast.peak_bytes
+    assert not solved(peak - 2, peak - 1).fits
+    found = solved(peak - 1, peak)
+    assert found.fits and found.forecast.peak_bytes == peak
+    assert solved(peak - 1, 9 * MIB).choices == ("keep", "keep"), "and the fastest within it"
+
+
 def test_measured_choices_that_move_more_in_the_same_time_are_not_planned_again():
     """Less than a hundredth of a step's time is what no step repeats, and no reason to move twice as much."""
     options = {"keep": Option(MIB), "disk": Option(0, 0, 0, MIB)}

@@ -829,13 +829,13 @@ class Planner(Controller):
     def _solve(self, trace: Trace, spare_bytes: int = 0) -> None:
         """Have a plan made that leaves ``spare_bytes`` of the target free, if there is one."""
         target = self._target()
+        most = self._budget - self._corrections.bias_bytes
         if self._device is not None:
             # What the optimizer holds, for example: no plan changes it, and an allocator counts it exactly.
             least = max(_most_other(trace), trace.tail_other_bytes)
-            most = self._budget - self._corrections.bias_bytes
             if least < most:
                 target = max(target, (least + most) // 2)
-        self._solving.begin(trace, target, spare_bytes=spare_bytes)
+        self._solving.begin(trace, target, spare_bytes=spare_bytes, most=most)
 
     def _adopt(self, *, begins_step: bool = True) -> None:
         is_first = self._solving.taken is None

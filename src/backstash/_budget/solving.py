@@ -90,8 +90,10 @@ class Solving:
         target: int,
         *,
         spare_bytes: int = 0,
+        most: int = 0,
     ) -> None:
-        """Begin to solve for ``target`` bytes, leaving ``spare_bytes`` of them free if possible."""
+        """Begin to solve for ``target`` bytes, leaving ``spare_bytes`` of them free if possible. If nothing
+        fits, ``most`` bytes may be used."""
         self._kept = {
             choices: each for choices, each in self._kept.items() if each.blocks is trace.blocks
         }
@@ -112,6 +114,8 @@ class Solving:
                     if not is_near or not best.fits:
                         among = [each for each in kept if each.is_near is is_near]
                         best = best_of([best, *_kept_of(planned_for, among)], _ALIKE)
+                if not best.fits and target < most:
+                    best = best_of([best, self._solved(planned_for, most)])
                 # The bound is for choices that are predicted to fit; kept choices may not be.
                 bound = min(solution.bound_seconds, best.forecast.step_seconds)
                 self.found = planned_for, replace(best, bound_seconds=bound)
