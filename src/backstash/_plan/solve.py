@@ -37,9 +37,7 @@ _MIXTURES = 16  # tried between recomputing nothing and everything; fewer in a s
 _SWAPPED = 2  # so many of the best filled ones have changes swapped; more in a step of few blocks
 _SWAPS = 40  # swaps tried in each
 _SWAPPED_BLOCKS = 8_000  # tries times blocks, at most
-_CHANGED_BLOCKS = (
-    400  # with at most so many blocks, the best solution tries more windows, and mixtures all
-)
+_CHANGED_BLOCKS = 400  # with at most so many blocks, more windows are tried
 _FEW_BLOCKS = 16  # with at most so many blocks, all swapped solutions do
 _MIB = 1 << 20
 

@@ -99,8 +99,7 @@ class Call:
         self._discarded = 0
         self._discarded_bytes = 0
         self._counted: set[tuple[int, Place]] = set()  # states and places in _discarded_bytes
-        # Yet to be compared, with their memory. Once autograd no longer holds one, no backward needs it.
-        self._unknown: list[tuple[weakref.ref[Held], Tensor, int]] = []
+        self._unknown: list[tuple[Held, Tensor, int]] = []  # yet to be compared: with their memory
         self._traced: list[
             tuple[int, Held]
         ] = []  # what is only recorded, by the number of the save
@@ -288,7 +287,7 @@ class Call:
         region = self.region  # what a replay takes is measured for each
         if self._tries and (held.state.key not in region.known or region.graph is None):
             held.packed = packed
-            self._unknown.append((weakref.ref(held), tensor.detach(), tensor._version))
+            self._unknown.append((held, tensor.detach(), tensor._version))
             return held
         return packed
 
@@ -378,7 +377,7 @@ class Call:
         else:
             alias = tensor.detach()
             held.packed = alias, tensor._version
-            self._unknown.append((weakref.ref(held), alias, tensor._version))
+            self._unknown.append((held, alias, tensor._version))
         self._held.append(weakref.ref(held))
         return ""
 
@@ -486,20 +485,12 @@ class Call:
         region.admission.discarded_bytes += self._discarded_bytes
 
     def _compare(
-        self,
-        unknown: list[tuple[weakref.ref[Held], Tensor, int]],
-        tape: ForwardTape,
-        timed: Timed | None,
+        self, unknown: list[tuple[Held, Tensor, int]], tape: ForwardTape, timed: Timed | None
     ) -> str:
         """Replay what was discarded and free what compares equal. Return why some of it does not, or ``""``."""
         region = self.region
         # Skip tensors changed in place: using them in backward is an error in plain PyTorch, too.
-        alive = ((ref(), alias, version) for ref, alias, version in unknown)
-        same = [
-            (held, alias, version)
-            for held, alias, version in alive
-            if held is not None and alias._version == version
-        ]
+        same = [each for each in unknown if each[1]._version == each[2]]
         try:
             targets = [(held.state, held.place) for held, _, _ in same]
             if timed is not None and self._planned is not None:

@@ -264,7 +264,8 @@ class HoldingTape(Tape):  # type: ignore[no-untyped-call]
                 if not (tensor.requires_grad or each.is_random):
                     was = fingerprint_of(tensor)
                 # On an accelerator, steps show the writes to a frozen parameter.
-                if tensor.requires_grad or (was is None and type(tensor) is nn.Parameter):
+                root = tensor if tensor._base is None else tensor._base
+                if tensor.requires_grad or (was is None and type(root) is nn.Parameter):
                     was = read_now(tensor)
                 held[each] = [pack(tensor, each.is_random), was]
         return ""
